@@ -1,8 +1,10 @@
-"""Pages that are made when the site is built: keys, public names of packages, configurations, exit codes."""
+"""What is made when the site is built: keys, public names, configurations, exit codes, a picture."""
 
+import base64
 import dataclasses
 import importlib
 import inspect
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -29,6 +31,21 @@ def write_pages() -> None:
         (folder / f"forge-{package}.md").write_text(api_page(f"forge_{package}"))
     (folder / "configs.md").write_text(configs_page())
     (folder / "exit_codes.md").write_text(exit_codes_page())
+    (folder / "attention.png").write_bytes(
+        picture("attention", "Attention patterns of the four heads of layer 1")
+    )
+
+
+def picture(notebook: str, alt: str) -> bytes:
+    """The PNG that a notebook shows, by the beginning of its alt text."""
+    book = json.loads((DOCS / "notebooks" / f"{notebook}.ipynb").read_text())
+    (cell,) = [one for one in book["cells"] if _alt(one).startswith(alt)]
+    (png,) = [one["data"]["image/png"] for one in cell["outputs"] if "image/png" in one.get("data", {})]
+    return base64.b64decode(png)
+
+
+def _alt(cell: dict) -> str:
+    return cell["metadata"].get("mystnb", {}).get("image", {}).get("alt", "")
 
 
 def api_page(package: str, members: bool = False) -> str:

@@ -60,3 +60,16 @@ def test_package_has_readme_license_and_typed_marker(name):
     assert len((folder / "README.md").read_text()) > 300
     assert list(folder.glob("src/*/py.typed"))
     assert PROJECTS[name]["license"] == "MIT"
+
+
+def test_page_on_installing_says_what_each_package_brings():
+    rows = [
+        row.split("|")[2:4]
+        for row in (ROOT / "docs" / "install.md").read_text().splitlines()
+        if "`forge-" in row
+    ]
+    said = {name.strip(" `"): set(brings.partition(";")[0].strip().split(", ")) for name, brings in rows}
+    assert said.pop("forge-trainer") == {"all of Forge"}
+    for name, brings in said.items():
+        assert brings == {Requirement(text).name for text in PROJECTS[name]["dependencies"]}, name
+    assert len(said) == 3

@@ -63,8 +63,8 @@ def test_commands_of_the_study_pages_do_what_they_show(page, tmp_path, monkeypat
     for name, study in re.findall(r"^```toml\n# (\w+\.toml)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(study)
     for words, shown in typed(page):
-        assert words[0] == "forge"
-        assert main(words[1:]) == 0
+        assert words[:3] == ["uv", "run", "forge"]
+        assert main(words[3:]) == 0
         said = capsys.readouterr().out
         assert re.search(pattern(shown), said), f"{shlex.join(words)}\nshows\n{shown}\nbut says\n{said}"
 

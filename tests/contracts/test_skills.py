@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from io import StringIO
@@ -31,7 +32,7 @@ MAINS = {
 DONE: set[str] = set()
 """Command lines that have run: skills share their preflight."""
 LONG = ("pytest", "forge train", "forge eval", "forge generate", "forge status", "lint-imports")
-"""Commands that are run elsewhere: training takes seconds to minutes, and tests do not start tests."""
+"""Commands that `--slow` runs, as training takes seconds to minutes; but tests do not start tests."""
 
 
 def page(name):
@@ -81,7 +82,7 @@ def test_commands_of_a_skill_are_parsed_by_what_they_call(name):
         known = help_of(*words[2:4])
         assert known, f"{line}: {words[2]} has no command {words[3]}"
         for flag in (word.partition("=")[0] for word in words[4:] if word.startswith("--")):
-            assert "." in flag or flag in known, f"{line}: {flag} is no flag of it"
+            assert "." in flag or flag == "--imports" or flag in known, f"{line}: {flag} is no flag of it"
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +111,22 @@ def test_harmless_commands_of_a_skill_run(copy, name, monkeypatch, capsys):
         else:
             assert MAINS[words[2]](words[3:]) == 0, f"{line}\n{capsys.readouterr()}"
         DONE.add(line)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["add-router", "smoke-test"])
+def test_long_commands_of_a_skill_run_in_order(name, tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    lines = [line for line in commands(page(name), "bash") if any(long in line for long in LONG)]
+    ours = [shlex.split(line) for line in lines if line.startswith("uv run forge ")]
+    assert ours
+    for words in ours:
+        command = [sys.executable, "-m", "forge_trainer", *words[3:]]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+
+
+def test_only_skills_whose_long_commands_run_have_some():
+    train = {name for name in SKILLS for line in commands(page(name), "bash") if "forge train" in line}
+    assert train == {"add-router", "smoke-test"}

@@ -14,14 +14,11 @@ nbformat = pytest.importorskip("nbformat")
 FOLDER = ROOT / "docs" / "notebooks"
 
 NAMES = sorted(path.stem for path in (FOLDER / "sources").glob("*.py"))
-SECONDS = dict.fromkeys(NAMES, 45) | {
-    "inspection": 60,
-    "optimizers": 110,
-    "recordings": 29,
-    "scaling": 20,
-    "vision": 80,
-}
-"""Of CPU that each may take; together they are to take less than eight minutes."""
+SECONDS = {
+    "attention": 43, "checkpoints": 39, "inspection": 58, "optimizers": 97, "recordings": 30,
+    "routing": 34, "scaling": 10, "two_runs": 43, "vision": 64,
+}  # fmt: skip
+"""CPU that each may take, a quarter above what a busy machine took; CI gives all of them eight minutes."""
 
 
 def script():
@@ -83,8 +80,8 @@ def test_pictures_of_a_notebook_have_an_alt_text_and_something_on_them(name):
     assert drawn >= 2
 
 
-def test_notebooks_take_less_than_eight_minutes_together():
-    assert sum(SECONDS.values()) < 480
+def test_notebooks_take_clearly_less_than_eight_minutes_together():
+    assert sorted(SECONDS) == NAMES and sum(SECONDS.values()) < 420
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """Configurations of KempnerForge and torchtitan, and what becomes of them."""
 
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 from forge_config import ConfigError, load
+from forge_config.registry import type_name
 from forge_trainer.cli import main
 from forge_trainer.config.checks import checks, vocabulary_covers_the_tokenizer
 from forge_trainer.config.job import Job, load_job
@@ -454,3 +456,78 @@ def test_docs_page_has_the_tables_of_keys():
     page = Path("docs/migrate.md").read_text()
     shown = page.partition("<!-- keys: begin -->\n")[2].partition("<!-- keys: end -->")[0]
     assert shown == keys_markdown(), "write forge_trainer.migrate.command.keys_markdown() between the marks"
+
+
+def test_names_of_megatron_and_litgpt_are_keys_of_ours():
+    page = Path("docs/migrate.md").read_text().partition("| Megatron-LM | litgpt | here |\n")[2]
+    keys = [
+        key
+        for row in page.splitlines()[1:]
+        for key in re.findall(r"`([a-z_]+\.[a-z_.]+)`", row.split("|")[3])
+    ]
+    assert len(keys) > 25
+    flags = [f"--{key}={{}}" for key in keys if not key.endswith(".type") and key != "data.sources"]
+    with pytest.raises(ConfigError) as found:
+        load_job("configs/runs/moe_debug.toml", ["--data.tokenizer.type=hf", *flags])
+    assert "unknown key" not in str(found.value)
+
+
+DECISIONS = {
+    "sizes": ["--model.dim=64", "--model.num_layers=2", "--model.vocab_size=260", "--model.max_tokens=4096"],
+    "attention": ["--model.attention.num_heads=4"],
+    "data": ['--data.sources=[{type="python-stdlib"}]'],
+    "tokenizer": ["--data.tokenizer.type=bytes"],
+}
+
+
+def test_what_a_person_decides_on_the_command_line_is_no_problem_any_more(tmp_path, capsys):
+    flags = ["--ranks", "8", *(flag for flags in DECISIONS.values() for flag in flags)]
+    tree = {"model": {"flavor": "debugmodel", "hf_assets_path": "theirs"}, "training": {"dataset": "c4_test"}}
+    assert converted(tmp_path, merged(TITAN, tree), "torchtitan", *flags[:-2]) is None
+    said = capsys.readouterr().err
+    assert "dataset = 'c4_test' is a name of their code; decide it on this command line" in said
+    assert "sizes are in their code" not in said
+    job = converted(tmp_path, merged(TITAN, tree), "torchtitan", *flags)
+    assert (job.model.dim, job.model.attention.num_heads) == (64, 4)
+    assert type_name(type(job.data.tokenizer)) == "bytes", "the path of their tokenizer went with its type"
+    assert type_name(type(job.data.sources[0])) == "python-stdlib"
+
+
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["convert", "--from", "other"]])
+@pytest.mark.parametrize(("stack", "tree"), [("kempnerforge", KF), ("torchtitan", TITAN)])
+def test_file_of_another_stack_is_recognized(tmp_path, capsys, command, stack, tree):
+    path = tmp_path / "theirs.toml"
+    path.write_text(text(tree))
+    [other] = STACKS.keys() - {stack}
+    assert main([*(other if word == "other" else word for word in command), str(path)]) == 78
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        last == f"This is a file of {STACKS[stack].name}: forge convert --from {stack} {path} --out OURS.toml"
+    )
+
+
+def test_wrong_file_of_ours_is_not_taken_for_one_of_another_stack(tmp_path, capsys):
+    path = tmp_path / "ours.toml"
+    path.write_text("[model]\ndim = 64\nn_layers = 2\n[optimizer]\nlr = -1\n[train]\nmax_steps = 3\n")
+    assert main(["train", str(path)]) == 78
+    assert main(["train", str(tmp_path / "none.toml")]) == 78
+    assert "This is a file of" not in capsys.readouterr().err
+
+
+def test_data_that_a_person_names_is_what_kempnerforge_lacked(tmp_path):
+    tree = merged(KF, {"data": {"dataset_path": None}})
+    assert converted(tmp_path, tree) is None
+    assert converted(tmp_path, tree, "kempnerforge", *DECISIONS["data"], "--data.tokenizer.type=bytes")
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--model.dimm=3", "did you mean 'dim'?"),
+        ("model.dim=3", "two dashes are missing"),
+        ("--x=[", "not valid TOML"),
+    ],
+)
+def test_wrong_decisions_are_refused(tmp_path, capsys, flag, said):
+    assert converted(tmp_path, KF, "kempnerforge", flag) is None
+    assert said in capsys.readouterr().err

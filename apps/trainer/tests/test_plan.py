@@ -345,8 +345,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "plan.md"
 
 @pytest.mark.slow
 def test_command_of_the_docs_runs(capsys):
-    (line,) = [one for one in PAGE.read_text().splitlines() if one.startswith("$ forge ")]
-    assert main(line.split()[2:]) == 0
+    (line,) = [one for one in PAGE.read_text().splitlines() if one.startswith("$ uv run forge ")]
+    assert main(line.split()[4:]) == 0
     said = capsys.readouterr().out
     assert "llama-8b on 256 ranks of h100, 32 nodes" in said and "over 32 nodes" in said
 

@@ -127,7 +127,11 @@ def test_value_is_decoded(load_text, text, name, value):
         ("shape.type = 3", "box.shape.type: given 3; expected one of round, square"),
         ("shape.side = 3", "box.shape.side: unknown key 'side'; known: lr, radius, type"),
         ('shape.type = "square"', "box.shape.side: missing; expected integer"),
-        ('named.a = {type = "x"}', "box.named.a.type: unknown shape type 'x'; known: round, square"),
+        (
+            'named.a = {type = "x"}',
+            "box.named.a.type: unknown shape type 'x'; known: round, square; one of your own joins "
+            'by imports = ["its_module"]',
+        ),
     ],
 )
 def test_mistake_is_reported_with_its_key(mistakes, text, message):

@@ -96,7 +96,7 @@ def test_failing_imports_are_problems_beside_the_others(mistakes, tmp_path):
 
 def test_imports_must_be_an_array(mistakes):
     assert mistakes(Job, 'imports = "plug_a"') == [
-        "  job.toml:1: imports: given 'plug_a'; expected an array of module names"
+        "  job.toml:1: imports: given 'plug_a'; expected an array of module names, as in ['my_lab']"
     ]
 
 

@@ -157,10 +157,11 @@ def test_circle_of_extends_is_a_problem(mistakes):
     ]
 
 
-def test_missing_base_is_reported_together_with_other_mistakes_but_not_with_its_own_keys(mistakes):
+def test_missing_base_is_reported_together_with_other_mistakes_but_not_with_its_own_keys(mistakes, tmp_path):
     found = mistakes(Job, 'extends = ["no.toml", 3]\n[model]\nsize = 0\n[[data.sources]]')
     assert found == [
-        "  job.toml:1: extends: no.toml: cannot be read: No such file or directory",
+        "  job.toml:1: extends: no.toml: cannot be read: No such file or directory; names count from the "
+        f"folder of the file that extends, {tmp_path.resolve()}",
         "  job.toml:1: extends: given 3; expected the name of a file, or an array of names",
         "  job.toml:3: model.size: given 0; expected integer >= 1",
     ]

@@ -30,7 +30,7 @@ def test_commands_from_raw_text_to_a_mixture_run(
     (tmp_path / "mixture.toml").write_text(config)
     (commands,) = re.findall(r"```console\n(.*?)```", text, re.S)
     for line in commands.splitlines():
-        command = line.removeprefix("$ forge-data ").replace("--workers 2", "--workers 1")
+        command = line.removeprefix("$ uv run forge-data ").replace("--workers 2", "--workers 1")
         assert main(shlex.split(command)) == 0, line
     out = capsys.readouterr().out
     assert "phase 1 from step 50" in out and "padding" in out and "-- step 3, sequence 0 of 8" in out

@@ -137,6 +137,7 @@ def report(rank: int, **what: object) -> Report:
 def test_rank_that_differs_is_named():
     same = [report(rank) for rank in range(4)]
     assert "all 4 ranks in 'step' after 8 steps" in name_the_one(same, 4).why
+    assert "hang: the only rank in 'step' after 8 steps" in name_the_one(same[:1], 1).why
     assert "no report from rank 3 " in name_the_one(same[:3], 4).why
     behind = [*same[:3], report(3, phase="data", batches=8, steps=7)]
     assert name_the_one(behind, 4).why.startswith("hang: rank 3 on n3 (pid 103) in 'data'")

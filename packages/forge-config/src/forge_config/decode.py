@@ -143,7 +143,9 @@ class Decoder:
         elif not isinstance(name, str):
             self._problems.add(join(key, "type"), f"given {shown(name)}; expected one of {known}")
         elif name not in registry:
-            self._problems.add(join(key, "type"), unknown(f"{registry.section} type", name, registry))
+            said = unknown(f"{registry.section} type", name, registry)
+            joined = "" if "did you mean" in said else '; one of your own joins by imports = ["its_module"]'
+            self._problems.add(join(key, "type"), f"{said}{joined}")
         else:
             return registry[name], rest
         return None, rest

@@ -157,7 +157,10 @@ class _Chain:
         try:
             own = read(path)
         except ConfigError as error:
-            return self._fail(named_at, str(error))
+            counted = (
+                f"; names count from the folder of the file that extends, {chain[-1].parent}" if chain else ""
+            )
+            return self._fail(named_at, f"{error}{'' if path.exists() else counted}")
         below = own.tree.pop("extends", [])
         place = own.origins.pop("extends", str(path))
         self._highest_first.append((path, own))
@@ -197,7 +200,11 @@ def _imports(layers: Sequence[Layer], problems: Problems) -> dict[str, str]:
         names = layer.tree.pop("imports", [])
         place = layer.origins.get("imports", "")
         if not isinstance(names, list):
-            problems.add("imports", f"given {names!r}; expected an array of module names", place=place)
+            problems.add(
+                "imports",
+                f"given {names!r}; expected an array of module names, as in ['my_lab']",
+                place=place,
+            )
             continue
         for name in cast(list[Any], names):
             if isinstance(name, str) and all(part.isidentifier() for part in name.split(".")):

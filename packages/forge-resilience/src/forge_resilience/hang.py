@@ -107,7 +107,8 @@ def name_the_one(reports: list[Report], ranks: int) -> Finding:
         first = reports[0]
         phases = " and ".join(sorted({repr(one.phase) for one in reports}))
         where = f"{phases} after {first.steps} steps"
-        return Finding(f"hang: all {ranks} ranks in {where} for {first.seconds:.0f} s: see their stacks")
+        who = "the only rank" if ranks == 1 else f"all {ranks} ranks"
+        return Finding(f"hang: {who} in {where} for {first.seconds:.0f} s: see hang/stacks-*.txt")
     fewest = min(places.values())
     rare = min(place for place, count in places.items() if count == fewest)
     odd = [one for one in reports if one.place() == rare]

@@ -80,7 +80,8 @@ def _add_sae(commands: Any) -> None:
 
 def _add_convert(commands: Any) -> None:
     convert = add_command(commands, "convert", _convert, "write a configuration of another stack in our keys")
-    convert.add_argument("config", help="its TOML file")
+    convert.add_argument("config", help="its TOML file; what you decide is given as --section.key=value")
+    convert.set_defaults(takes_keys=True)
     convert.add_argument("--from", dest="stack", choices=("kempnerforge", "torchtitan"), required=True)
     convert.add_argument("--ranks", type=count, help="of the run, where its batch follows from them")
     convert.add_argument("--out", help="the file to write; must not exist (default: the console)")

@@ -33,8 +33,17 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
         sys.stderr.write(f"{error}\n")
         return ExitCode.LOCKED
     except ForgeError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{error}\n{_remedy(options)}")
         return ExitCode.CONFIG
+
+
+def _remedy(options: argparse.Namespace) -> str:
+    """What to do with a file of another stack that was taken for one of ours."""
+    if getattr(options, "config", None) is None:
+        return ""
+    from forge_trainer.migrate.recognize import remedy
+
+    return remedy(options.config, getattr(options, "stack", None))
 
 
 def _parser() -> argparse.ArgumentParser:

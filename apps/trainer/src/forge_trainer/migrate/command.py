@@ -24,7 +24,7 @@ def convert_file(options: argparse.Namespace) -> ExitCode:
     Raises:
         ConfigError: the file cannot be converted as it is, or the result is no job.
     """
-    made = convert(Path(options.config), STACKS[options.stack], options.ranks)
+    made = convert(Path(options.config), STACKS[options.stack], options.ranks, options.overrides)
     for note in made.notes:
         sys.stderr.write(f"left out: {note}\n")
     if made.problems:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forge_config import ConfigError
-from forge_config.problem import nearest
+from forge_config.override import parse
+from forge_config.problem import Problems, nearest
 from forge_config.toml import dumps
 
 Tree = dict[str, Any]
+SOURCES = 'data.sources=\'[{type="tokens",path="stores/mine"}]\''
+"""How sources are given on a command line."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,10 @@ class Converted:
         tree: it, as nested tables.
         notes: keys that were left out, and why.
         problems: what must be decided by a person before it can be used.
+        decided: dotted keys of ours that the person gives on the command line.
     """
 
+    decided: Tree = field(default_factory=dict)
     tree: Tree = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -79,6 +84,18 @@ class Converted:
         for one in tables:
             table = table.setdefault(one, {})
         table[name] = value
+
+    def ask(self, key: str, problem: str, example: str) -> None:
+        """Note a problem that a value of `key`, or of keys below it, on the command line solves."""
+        if not any(f"{one}.".startswith(f"{key}.") for one in self.decided):
+            self.problems.append(f"{problem}; decide it on this command line, such as --{example}")
+
+    def decide(self) -> None:
+        """Put in what the person gives; another `type` drops the keys of the one that was converted."""
+        for key, value in sorted(self.decided.items(), key=lambda one: not one[0].endswith(".type")):
+            if key.endswith(".type"):
+                self.put(key.removesuffix(".type"), {})
+            self.put(key, value)
 
     def one_of(self, key: str, value: Any, values: Mapping[str, str]) -> str | None:
         """What a value of there is called here; None and a problem if it has no counterpart."""
@@ -93,16 +110,17 @@ class Converted:
         return "\n".join([*lines, dumps(self.tree)])
 
 
-def convert(path: Path, stack: Stack, ranks: int | None = None) -> Converted:
+def convert(path: Path, stack: Stack, ranks: int | None = None, flags: Sequence[str] = ()) -> Converted:
     """Translate a TOML file.
 
     Args:
         path: of the file.
         stack: whose keys it has.
         ranks: how many processes the run is meant for; needed where a size follows from it.
+        flags: what a person decides, as `--section.key=value` in the keys of Forge.
 
     Raises:
-        ConfigError: the file cannot be read, or a key is none that the stack knows.
+        ConfigError: the file or a flag cannot be read, or a key is none that the stack knows.
     """
     try:
         given = tomllib.loads(path.read_text())
@@ -114,7 +132,7 @@ def convert(path: Path, stack: Stack, ranks: int | None = None) -> Converted:
         raise ConfigError(f"{path} has keys that are not known to be of {stack.name}: {hints:.2000}")
     if wrong := [f"{key} = {flat[key]!r}" for key in stack.numbers if not _is_number(flat.get(key, 0))]:
         raise ConfigError(f"{path}: expected numbers, given {', '.join(wrong)}")
-    made = Converted()
+    made = Converted(decided=_decided(flags))
     for key, value in flat.items():
         rule = stack.keys[key]
         if isinstance(rule, Drop):
@@ -123,7 +141,15 @@ def convert(path: Path, stack: Stack, ranks: int | None = None) -> Converted:
         elif isinstance(rule, Move):
             _move(made, key, value, rule)
     stack.finish(made, flat, ranks)
+    made.decide()
     return made
+
+
+def _decided(flags: Sequence[str]) -> Tree:
+    problems = Problems({}, "command line")
+    layer, _ = parse(flags, problems)
+    problems.raise_if_any()
+    return flatten(layer.tree, {})
 
 
 def _move(made: Converted, key: str, value: Any, rule: Move) -> None:

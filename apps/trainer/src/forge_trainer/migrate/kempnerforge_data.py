@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forge_trainer.migrate.convert import Converted
+from forge_trainer.migrate.convert import SOURCES, Converted
 
 
 def convert_data(made: Converted, given: Mapping[str, Any]) -> None:
@@ -13,7 +13,7 @@ def convert_data(made: Converted, given: Mapping[str, Any]) -> None:
     listed = [one for one in given.get("data.datasets") or [_only(given)] if _name(one)]
     sources = [_source(one, given) for one in listed]
     if not sources:
-        made.problems.append("no data is configured (there: random tokens): add [[data.sources]]")
+        made.ask("data.sources", "no data is configured (there: random tokens)", SOURCES)
         return
     _tokenizer(made, given, any(source["type"] == "hf" for source in sources))
     if any(source.get("streaming") for source in sources):
@@ -39,7 +39,7 @@ def _tokenizer(made: Converted, given: Mapping[str, Any], is_needed: bool) -> No
     if path := given.get("data.tokenizer_path"):
         made.put("data.tokenizer", {"type": "hf", "path": path})
     elif is_needed:
-        made.problems.append("no tokenizer is named: data.tokenizer_path")
+        made.ask("data.tokenizer", "no tokenizer is named (data.tokenizer_path)", "data.tokenizer.type=bytes")
     else:
         made.notes.append("no tokenizer is named: data.tokenizer = that of the tokens; bytes if absent")
 

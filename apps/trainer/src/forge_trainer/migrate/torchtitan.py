@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from forge_trainer.migrate.convert import Converted, Drop, Move, Stack
+from forge_trainer.migrate.convert import SOURCES, Converted, Drop, Move, Stack
 
 AUTOMATIC = "Forge decides it by itself"
 IN_RUN = "it lies in the run directory"
@@ -223,12 +223,14 @@ def _model(made: Converted, given: Mapping[str, Any]) -> None:
             'torchtitan: model.rope = {type = "plain", theta = 500000.0}'
         )
     else:
-        made.problems.append(
-            f"model {named[0]} {named[1]}: sizes are in their code; write [model] (docs/families.md)"
+        made.ask(
+            "model", f"model {named[0]} {named[1]}: its sizes are in their code", "model.preset=llama-1b"
         )
     path = given.get("model.hf_assets_path", given.get("model.tokenizer_path"))
     if not isinstance(path, str) or not path:
-        made.problems.append("no tokenizer is named: model.hf_assets_path = the folder of its tokenizer.json")
+        made.ask(
+            "data.tokenizer", "no tokenizer is named (model.hf_assets_path)", "data.tokenizer.type=bytes"
+        )
         return
     folder = path.removesuffix("/tokenizer.json").removesuffix("/tokenizer.model")
     made.put("data.tokenizer", {"type": "hf", "path": f"{folder}/tokenizer.json"})
@@ -277,9 +279,7 @@ def _data(made: Converted, given: Mapping[str, Any]) -> None:
     if path is None and name == "c4":
         made.put("data.sources", [{"path": "allenai/c4", "subset": "en", **streamed}])
     elif path is None:
-        made.problems.append(
-            f"training.dataset = {name!r} is a name of their code: write [[data.sources]] (docs/data.md)"
-        )
+        made.ask("data.sources", f"training.dataset = {name!r} is a name of their code", SOURCES)
     else:
         made.put("data.sources", [{"path": path, **streamed}])
 

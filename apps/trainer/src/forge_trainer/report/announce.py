@@ -41,9 +41,10 @@ def optimizer_line(job: Job, steps: int) -> str:
     """One line: optimizer and schedule with their main settings."""
     optimizer, schedule = job.optimizer, job.schedule
     warmup = schedule.warmup(steps, job.step_tokens)
+    unit = "step" if warmup == 1 else "steps"
     return (
         f"  optimizer  {type_name(type(optimizer))}, lr {optimizer.lr:g}, weight_decay "
-        f"{optimizer.weight_decay:g}; {type_name(type(schedule))} after {warmup:,} steps of warm-up"
+        f"{optimizer.weight_decay:g}; {type_name(type(schedule))} after {warmup:,} {unit} of warm-up"
     )
 
 
