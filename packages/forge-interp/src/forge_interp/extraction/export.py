@@ -6,7 +6,6 @@ The bytes written depend on the rows alone: no clock, no file system order.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +14,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.errors import InterpError, optional
-from forge_interp.extraction.run.parts import (
-    ROW_COLUMNS,
-    Column,
-    as_bytes,
-    is_site,
-    replacing,
-    write_safetensors,
-)
+from forge_interp.extraction.run.parts import Column, as_bytes, dtype_name, replacing, write_safetensors
 
 if TYPE_CHECKING:
     from forge_interp.extraction.store import ActivationStore
@@ -35,22 +27,9 @@ def export(store: ActivationStore, path: Path) -> None:
     _WRITERS[path.suffix](store, path)
 
 
-def _blocks(store: ActivationStore, column: Column) -> Iterator[Tensor]:
-    if column.name in ROW_COLUMNS:
-        yield getattr(store, column.name)
-        return
-    if not is_site(column.name):
-        yield store.kept(column.name)
-        return
-    for start, stop in column.blocks(store.rows):
-        yield store.read(column.name, start, stop)
-
-
 def _safetensors(store: ActivationStore, path: Path) -> None:
-    def blocks(column: Column) -> Iterator[memoryview]:
-        return map(as_bytes, _blocks(store, column))
-
-    write_safetensors(path, store.columns, store.rows, blocks, store.metadata)
+    blocks = store.blocks
+    write_safetensors(path, store.columns, store.rows, lambda c: map(as_bytes, blocks(c)), store.metadata)
 
 
 def _npz(store: ActivationStore, path: Path) -> None:
@@ -72,10 +51,10 @@ def _npy(store: ActivationStore, path: Path) -> None:
 
 
 def _write_array(file: Any, store: ActivationStore, column: Column) -> None:
-    kind = np.lib.format.dtype_to_descr(_as_numpy(torch.empty(0, dtype=column.dtype)).dtype)
+    kind = np.lib.format.dtype_to_descr(_dtype(column))
     fields = {"descr": kind, "fortran_order": False, "shape": (store.rows, *column.shape)}
     np.lib.format.write_array_header_1_0(file, fields)
-    for block in _blocks(store, column):
+    for block in store.blocks(column):
         file.write(as_bytes(block))
 
 
@@ -83,24 +62,21 @@ def _zarr(store: ActivationStore, path: Path) -> None:
     group = optional("zarr", "an export to .zarr", "zarr").open_group(path, mode="w")
     group.attrs["forge_interp"] = store.metadata
     for column in store.columns:
-        kind = _as_numpy(torch.empty(0, dtype=column.dtype)).dtype
         step = next(iter(column.blocks(store.rows)), (0, 1))[1]
-        array = group.create_array(
-            _file_name(column),
-            shape=(store.rows, *column.shape),
-            dtype=kind,
-            chunks=(step, *(max(1, size) for size in column.shape)),
-        )
-        array.attrs["dtype"] = str(column.dtype).removeprefix("torch.")
-        start = 0
-        for block in _blocks(store, column):
-            array[start : start + len(block)] = _as_numpy(block)
-            start += len(block)
+        shape, chunks = (store.rows, *column.shape), (step, *(max(1, size) for size in column.shape))
+        array = group.create_array(_file_name(column), shape=shape, dtype=_dtype(column), chunks=chunks)
+        array.attrs["dtype"] = dtype_name(column.dtype)
+        for (start, stop), block in zip(column.blocks(store.rows), store.blocks(column), strict=True):
+            array[start:stop] = _as_numpy(block)
 
 
 def _file_name(column: Column) -> str:
     """The name with the one character escaped that no file name can hold."""
     return column.name.replace("%", "%25").replace("/", "%2F")
+
+
+def _dtype(column: Column) -> np.dtype:
+    return _as_numpy(torch.empty(0, dtype=column.dtype)).dtype
 
 
 def _as_numpy(values: Tensor) -> np.ndarray:
@@ -109,11 +85,6 @@ def _as_numpy(values: Tensor) -> np.ndarray:
     return values.view(bits.get(values.dtype, values.dtype)).numpy()
 
 
-_WRITERS: dict[str, Callable[[ActivationStore, Path], None]] = {
-    ".npz": _npz,
-    ".safetensors": _safetensors,
-    ".zarr": _zarr,
-    ".npy": _npy,
-}
+_WRITERS = {".npz": _npz, ".safetensors": _safetensors, ".zarr": _zarr, ".npy": _npy}
 ENDINGS = tuple(_WRITERS)
 """Of the files that `export` writes."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from forge_interp.errors import InterpError
 from forge_interp.extraction.export import export
-from forge_interp.extraction.folder import INDEX, Parts
+from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.run.parts import ROW_COLUMNS, Column, is_site
 from forge_interp.hooks.sites import key_of
 
@@ -26,6 +24,12 @@ class ActivationStore(Mapping[str, Tensor]):
     A mapping from site to [rows, ...] in the dtype that was captured. All sites share the rows. A site is
     read into memory when it is asked for; `read` and `batches` read parts of it. The folder `path`, None in
     memory, is opened when it is first used, where `open` looks at once.
+
+    Attributes:
+        sample_id: [rows] int64: index in the dataset of the sample that each row came from; it never falls.
+        position: [rows] int64: which token of its sample a row is, not counting padding; -1 for a whole
+            sample.
+        token_id: [rows] int64: id of that token; -1 where there is none.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -53,14 +57,7 @@ class ActivationStore(Mapping[str, Tensor]):
         if self.path is None:
             sites = [name for name in self._held if is_site(name)]
             return {"sites": sites, "rows": len(next(iter(self._held.values())))}
-        index = self._parts.index
-        if index is None:
-            raise InterpError(_absent(self.path, self._parts))
-        for number, part in enumerate(index["parts"]):
-            path = self._parts.path(number)
-            if not path.is_file() or path.stat().st_size != part["bytes"]:
-                raise InterpError(f"{path} is missing or damaged: call the extraction again")
-        return index
+        return self._parts.whole()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -78,23 +75,22 @@ class ActivationStore(Mapping[str, Tensor]):
         if self.path is None:
             return [Column(name, rows.dtype, tuple(rows.shape[1:])) for name, rows in self._held.items()]
         dtypes, shapes = self.metadata["dtypes"], self.metadata["shapes"]
-        kept = sorted(name for name in dtypes if not is_site(name) and name not in ROW_COLUMNS)
-        names = (*self.sites, *ROW_COLUMNS, *kept)
+        names = dict.fromkeys([*self.sites, *ROW_COLUMNS, *sorted(dtypes)])
         return [Column(name, getattr(torch, dtypes[name]), tuple(shapes[name])) for name in names]
 
     @cached_property
     def sample_id(self) -> Tensor:
-        """[rows] int64: index in the dataset of the sample that each row came from; it never falls."""
+        """See `ActivationStore`."""
         return self._read("sample_id", 0, self.rows)
 
     @cached_property
     def position(self) -> Tensor:
-        """[rows] int64: which token of its sample a row is, not counting padding; -1 for a whole sample."""
+        """See `ActivationStore`."""
         return self._read("position", 0, self.rows)
 
     @cached_property
     def token_id(self) -> Tensor:
-        """[rows] int64: id of that token; -1 where there is none."""
+        """See `ActivationStore`."""
         return self._read("token_id", 0, self.rows)
 
     def kept(self, name: str) -> Tensor:
@@ -112,9 +108,12 @@ class ActivationStore(Mapping[str, Tensor]):
 
     def read(self, site: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return rows [start, stop) of a site, which costs no more memory than these rows."""
-        return self._read(
-            key_of(site, self.sites), start, self.rows if stop is None else min(stop, self.rows)
-        )
+        stop = self.rows if stop is None else min(stop, self.rows)
+        return self._read(key_of(site, self.sites), start, stop)
+
+    def blocks(self, column: Column) -> Iterator[Tensor]:
+        """All rows of one of the `columns` in pieces of a few MiB."""
+        return (self._read(column.name, start, stop) for start, stop in column.blocks(self.rows))
 
     def batches(self, rows: int = 4096) -> Iterator[dict[str, Tensor]]:
         """Read all sites in slices {site: [<= rows, ...]}, in order: `moments.update(batch)` takes them."""
@@ -130,21 +129,17 @@ class ActivationStore(Mapping[str, Tensor]):
         """
         export(self, Path(path))
 
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(part["rows"] for part in self.metadata["parts"]))
-
     def _read(self, name: str, start: int, stop: int) -> Tensor:
         if self.path is None:
             return self._held[name][start:stop]
-        pieces = []
-        number = bisect_right(self._ends, start)
-        while start < stop:
-            before = self._ends[number - 1] if number else 0
-            end = min(stop, self._ends[number])
-            with safe_open(self._parts.path(number), "pt") as file:
-                pieces.append(file.get_slice(name)[start - before : end - before])
-            start, number = end, number + 1
+        pieces, end = [], 0
+        for number, part in enumerate(self.metadata["parts"]):
+            first, end = end, end + part["rows"]
+            if first >= stop:
+                break
+            if start < end:
+                with safe_open(self._parts.path(number), "pt") as file:
+                    pieces.append(file.get_slice(name)[max(start - first, 0) : stop - first])
         if not pieces:
             column = next(column for column in self.columns if column.name == name)
             return torch.empty(0, *column.shape, dtype=column.dtype)
@@ -161,15 +156,3 @@ class ActivationStore(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"ActivationStore({str(self.path)!r})"
-
-
-def _absent(path: Path, parts: Parts) -> str:
-    if path.is_file() or (path.is_dir() and not parts.numbers()):
-        return f"{path} has no {INDEX}; expected a folder that extract_representations wrote"
-    if not path.is_dir():
-        return f"{path} does not exist; expected what extract_representations wrote"
-    missing = parts.missing()
-    if missing == []:
-        return f"{path} is not whole yet; all parts are there: call finish_extraction"
-    some = "more parts" if missing is None else f"parts {', '.join(map(str, missing[:8]))}"
-    return f"{path} is not whole yet: it waits for {some}; run the extraction again to go on"
