@@ -160,7 +160,7 @@ class PartWriter:
         self._inputs, self._pending = batch.checksum(self._inputs) if self._is_on_disk else 0, {}
 
     def publish(self, path: Path, request: str) -> None:
-        """Put the part on the disk, in place of what is there, with what was asked, as JSON, in its header."""
+        """Put the part on the disk, in place of what is there, with what was asked, as JSON, in front."""
         data = {
             "columns": [(name, dtype_name(dtype), shape) for name, dtype, shape in self.columns],
             "request": request,
