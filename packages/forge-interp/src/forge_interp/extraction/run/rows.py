@@ -75,7 +75,11 @@ class RowMaker:
                 f"{pattern} has a value {list(value.shape)} for {size} samples; expected [samples, ...]: "
                 "bring the samples to the front with select"
             )
-        if value.ndim >= 3 or callable(self._pool):
+        if value.ndim >= 3 and self._batch.tokens is not None and pattern in self._foreign:
+            raise InterpError(self._foreign[pattern])
+        if callable(self._pool):
+            value = self._pooled(self._pool, pattern, value)
+        elif value.ndim >= 3:
             value = self._tokens(pattern, value)
         elif self._where is not None:
             raise InterpError(
@@ -122,19 +126,18 @@ class RowMaker:
         value = value if value.ndim == 2 else value[:, None].expand(self._layout)
         return value[self._keep(self._layout)]
 
+    def _pooled(self, pool: Callable[[Tensor, Tensor], Tensor], pattern: str, value: Tensor) -> Tensor:
+        self._settle(pattern, (self._batch.size,))
+        value = pool(value, self._keep(tuple(value.shape[:2])).to(value.device))
+        if not isinstance(value, Tensor) or value.shape[:1] != (self._batch.size,):
+            raise InterpError(
+                f"pool gave {kind_of(value)} for {pattern}; expected [{self._batch.size} samples, ...]"
+            )
+        return value
+
     def _tokens(self, pattern: str, value: Tensor) -> Tensor:
         """Rows of a value [B, T, ...]."""
         batch, layout = self._batch, tuple(value.shape[:2])
-        if batch.tokens is not None and pattern in self._foreign and value.ndim >= 3:
-            raise InterpError(self._foreign[pattern])
-        if callable(self._pool):
-            self._settle(pattern, (batch.size,))
-            value = self._pool(value, self._keep(layout).to(value.device))
-            if isinstance(value, Tensor) and value.shape[:1] == (batch.size,):
-                return value
-            raise InterpError(
-                f"pool gave {kind_of(value)} for {pattern}; expected [{batch.size} samples, ...]"
-            )
         for name, ids in (("tokens", batch.tokens), ("a mask", batch.mask)):
             if ids is not None and layout != ids.shape:
                 raise InterpError(

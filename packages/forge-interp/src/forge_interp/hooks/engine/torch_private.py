@@ -1,6 +1,6 @@
 """Every private name of torch that hooks need, and what is assumed where a version lacks it."""
 
-import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,12 +23,8 @@ def is_recomputing() -> bool:
 
     A custom `autograd.Function` may call modules there, too, and these are calls as any other.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(None)
+    return any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame, _ in frames)
 
 
 def saved_tensors_hooks() -> Any:
