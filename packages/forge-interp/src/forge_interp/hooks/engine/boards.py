@@ -25,7 +25,6 @@ from forge_interp.hooks.engine.taps import Phase, Tap
 from forge_interp.hooks.engine.torch_private import (
     is_frame_compiled,
     order_hooks,
-    order_of_hooks,
     recorders,
     saved_tensors_hooks,
 )
@@ -64,14 +63,14 @@ class _Board:
                 f"{type(module).__name__} is TorchScript, whose modules call no hooks; give the model that "
                 "was scripted, or name a module around it"
             )
-        self._module, self._order = module, order_of_hooks(module)
+        self._module, self._order = module, list(module._forward_hooks)
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after),
             module.register_forward_hook(self._left, always_call=True),
         ]
         recording = recorders(module)  # what a model writes down of a value is what it goes on with
-        order_hooks(module, [number for number in order_of_hooks(module) if number not in recording])
+        order_hooks(module, [number for number in module._forward_hooks if number not in recording])
 
     def take_down(self) -> None:
         """Have the module no longer call it, though it may still be running."""
