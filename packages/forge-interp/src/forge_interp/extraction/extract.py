@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from forge_interp.errors import InterpError, check_kind
-from forge_interp.extraction.export import ENDINGS
 from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.run.feeding import Feeder, Forward, rows_of_others
 from forge_interp.extraction.run.identity import machine_of, model_identity, names_of, numerics
@@ -19,7 +18,7 @@ from forge_interp.extraction.run.processes import Processes
 from forge_interp.extraction.run.rows import Pool, RowMaker
 from forge_interp.extraction.run.share import Share
 from forge_interp.extraction.samples import Names, Samples, open_dataset
-from forge_interp.extraction.store import ActivationStore
+from forge_interp.extraction.store import ENDINGS, ActivationStore
 from forge_interp.hooks.capture import Select, by_pattern
 
 

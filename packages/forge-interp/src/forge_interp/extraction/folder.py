@@ -74,7 +74,7 @@ class Parts:
             if not total or len(parts) < total:
                 return False
             self._write_index(parts)
-        for left in self.folder.glob("*.safetensors.*.tmp"):  # of processes that were killed
+        for left in self.folder.glob("*.tmp"):  # of processes that were killed
             left.unlink(missing_ok=True)
         return True
 

@@ -1,20 +1,32 @@
-"""How are extracted activations read?"""
+"""How are extracted activations read, and written once more for other tools?
+
+The bytes of an export depend on the rows alone: no clock, no file system order.
+"""
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from forge_interp.errors import InterpError
-from forge_interp.extraction.export import export
+from forge_interp.errors import InterpError, optional
 from forge_interp.extraction.folder import Parts
-from forge_interp.extraction.run.parts import ROW_COLUMNS, Column, is_site
+from forge_interp.extraction.run.parts import (
+    ROW_COLUMNS,
+    Column,
+    as_bytes,
+    dtype_name,
+    is_site,
+    replacing,
+    write_safetensors,
+)
 from forge_interp.hooks.sites import key_of
 
 
@@ -24,12 +36,6 @@ class ActivationStore(Mapping[str, Tensor]):
     A mapping from site to [rows, ...] in the dtype that was captured. All sites share the rows. A site is
     read into memory when it is asked for; `read` and `batches` read parts of it. The folder `path`, None in
     memory, is opened when it is first used, where `open` looks at once.
-
-    Attributes:
-        sample_id: [rows] int64: index in the dataset of the sample that each row came from; it never falls.
-        position: [rows] int64: which token of its sample a row is, not counting padding; -1 for a whole
-            sample.
-        token_id: [rows] int64: id of that token; -1 where there is none.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -80,17 +86,17 @@ class ActivationStore(Mapping[str, Tensor]):
 
     @cached_property
     def sample_id(self) -> Tensor:
-        """See `ActivationStore`."""
+        """[rows] int64: index in the dataset of the sample that each row came from; it never falls."""
         return self._read("sample_id", 0, self.rows)
 
     @cached_property
     def position(self) -> Tensor:
-        """See `ActivationStore`."""
+        """[rows] int64: which token of its sample a row is, not counting padding; -1 for a whole sample."""
         return self._read("position", 0, self.rows)
 
     @cached_property
     def token_id(self) -> Tensor:
-        """See `ActivationStore`."""
+        """[rows] int64: id of that token; -1 where there is none."""
         return self._read("token_id", 0, self.rows)
 
     def kept(self, name: str) -> Tensor:
@@ -127,7 +133,10 @@ class ActivationStore(Mapping[str, Tensor]):
 
         NumPy knows no bfloat16: its bits are stored as uint16, except in `.safetensors`.
         """
-        export(self, Path(path))
+        path = Path(path)
+        if path.suffix not in _WRITERS:
+            raise InterpError(f"path is {str(path)!r}; expected a name that ends in {', '.join(_WRITERS)}")
+        _WRITERS[path.suffix](self, path)
 
     def _read(self, name: str, start: int, stop: int) -> Tensor:
         if self.path is None:
@@ -156,3 +165,66 @@ class ActivationStore(Mapping[str, Tensor]):
 
     def __repr__(self) -> str:
         return f"ActivationStore({str(self.path)!r})"
+
+
+def _safetensors(store: ActivationStore, path: Path) -> None:
+    blocks = store.blocks
+    write_safetensors(path, store.columns, store.rows, lambda c: map(as_bytes, blocks(c)), store.metadata)
+
+
+def _npz(store: ActivationStore, path: Path) -> None:
+    with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for column in store.columns:
+            info = zipfile.ZipInfo(f"{_file_name(column)}.npy", date_time=(1980, 1, 1, 0, 0, 0))
+            with archive.open(info, "w", force_zip64=True) as member:
+                _write_array(member, store, column)
+
+
+def _npy(store: ActivationStore, path: Path) -> None:
+    if len(store.sites) != 1:
+        raise InterpError(
+            f"a single .npy file for {len(store.sites)} sites ({', '.join(store.sites[:4])}, ...); expected "
+            "one: take .npz, .safetensors or .zarr"
+        )
+    with replacing(path) as file:
+        _write_array(file, store, store.columns[0])
+
+
+def _write_array(file: Any, store: ActivationStore, column: Column) -> None:
+    kind = np.lib.format.dtype_to_descr(_dtype(column))
+    fields = {"descr": kind, "fortran_order": False, "shape": (store.rows, *column.shape)}
+    np.lib.format.write_array_header_1_0(file, fields)
+    for block in store.blocks(column):
+        file.write(as_bytes(block))
+
+
+def _zarr(store: ActivationStore, path: Path) -> None:
+    group = optional("zarr", "an export to .zarr", "zarr").open_group(path, mode="w")
+    group.attrs["forge_interp"] = store.metadata
+    for column in store.columns:
+        step = next(iter(column.blocks(store.rows)), (0, 1))[1]
+        shape, chunks = (store.rows, *column.shape), (step, *(max(1, size) for size in column.shape))
+        array = group.create_array(_file_name(column), shape=shape, dtype=_dtype(column), chunks=chunks)
+        array.attrs["dtype"] = dtype_name(column.dtype)
+        for (start, stop), block in zip(column.blocks(store.rows), store.blocks(column), strict=True):
+            array[start:stop] = _as_numpy(block)
+
+
+def _file_name(column: Column) -> str:
+    """The name with the one character escaped that no file name can hold."""
+    return column.name.replace("%", "%25").replace("/", "%2F")
+
+
+def _dtype(column: Column) -> np.dtype:
+    return _as_numpy(torch.empty(0, dtype=column.dtype)).dtype
+
+
+def _as_numpy(values: Tensor) -> np.ndarray:
+    """The same numbers; of what NumPy does not know, the bits."""
+    bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+    return values.view(bits.get(values.dtype, values.dtype)).numpy()
+
+
+_WRITERS = {".npz": _npz, ".safetensors": _safetensors, ".zarr": _zarr, ".npy": _npy}
+ENDINGS = tuple(_WRITERS)
+"""Of the files that `export` writes."""

@@ -50,17 +50,15 @@ class Interception(TorchFunctionMode):
 
 def not_called(model: nn.Module) -> str:
     """Why a module has no attention to capture, and what to do in this model."""
-    advice = ""
-    if any(hasattr(module, "set_attn_implementation") for module in model.modules()):
-        advice = ": call model.set_attn_implementation('sdpa') or 'eager'"
-    elif any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
-        advice = (
-            ": call nn.MultiheadAttention with need_weights=False (by default it computes its own softmax)"
-        )
+    modules, advice = list(model.modules()), list[str]()
+    if any(hasattr(module, "set_attn_implementation") for module in modules):
+        advice += ["call model.set_attn_implementation('sdpa') or 'eager'"]
+    if any(isinstance(module, nn.MultiheadAttention) for module in modules):
+        advice += ["call nn.MultiheadAttention with need_weights=False, or it computes its own softmax"]
     return (
         "F.scaled_dot_product_attention, where attention is seen, nor a softmax and its product with values"
-        f"{advice}; linear attention, FlexAttention, einsum, and a softmax of another shape have no such "
-        "path: capture the projections of the module"
+        f"{': ' if advice else ''}{'; '.join(advice)}; linear attention, FlexAttention, einsum, and a "
+        "softmax of another shape have no such path: capture the projections of the module"
     )
 
 
