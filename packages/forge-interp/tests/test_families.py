@@ -1,4 +1,4 @@
-"""What holds for each family of one table: blocks are as plain hooks see them, attention as eager models do."""
+"""What holds for each family of one table: blocks are as plain hooks see them, attention as eager models."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -57,9 +57,14 @@ def test_blocks_equal_plain_hooks_of_the_same_run(name: str, padded: bool):
         assert torch.equal(acts[site], value), site
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *((name, attention) for name in [*FAMILIES, *MORE] for attention in ("sdpa", "eager")),
+        *(pytest.param(name, "sdpa", marks=pytest.mark.slow) for name in SLOW),
+    ],
+)
 @PADDING
-@EVERY
 def test_attention_equals_the_weights_of_the_eager_model(name: str, padded: bool, attention: str):
     model, eager, inputs = made(name, attention), made(name, "eager"), TABLE[name]().inputs(padded)
     sites = [f"**:attn.{part}" for part in ("pattern", "v", "z")]

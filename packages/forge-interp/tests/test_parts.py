@@ -1,6 +1,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from forge_interp.extraction.run import parts as writing
 from forge_interp.extraction.run.parts import Column, Part, PartWriter, as_bytes, dump, replacing
 from forge_interp.extraction.samples import Batch, Names
 from forge_interp.extraction.store import ActivationStore
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 DTYPES = (
@@ -50,7 +51,7 @@ def write(folder: Path | None, *batches: dict[str, Tensor]) -> PartWriter:
     return writer
 
 
-def extract(out: Path, **options: int) -> ActivationStore:
+def extract(out: Path, **options: Any) -> ActivationStore:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4))
     return extract_representations(model, IDS, "*", out, batch_size=2, progress=False, **options)
@@ -224,6 +225,21 @@ def test_extract_writes_a_part_again_that_a_disk_has_changed(tmp_path: Path):
         (tmp_path / "a" / name).write_bytes(data)
     extract(tmp_path / "a")
     assert contents(tmp_path / "a") == whole
+
+
+def test_extract_replaces_parts_of_another_format_but_not_those_of_another_call(tmp_path: Path):
+    extract(tmp_path / "whole")
+    extract(tmp_path / "a")
+    for path in (tmp_path / "a").glob("part-*"):
+        rows = load_file(path)
+        save_file(rows, path, {"forge_interp": dump({"request": {}, "rows": len(rows["sample_id"])})})
+    before = contents(tmp_path / "a")
+    with pytest.raises(InterpError, match='pool: null there, "mean" asked'):
+        extract(tmp_path / "a", pool="mean")
+    assert contents(tmp_path / "a") == before
+    store = extract(tmp_path / "a")
+    assert contents(tmp_path / "a") == contents(tmp_path / "whole")
+    assert store.rows == ActivationStore.open(tmp_path / "whole").rows
 
 
 def test_extract_uses_hardly_more_of_the_disk_than_the_rows(tmp_path: Path):

@@ -77,8 +77,8 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
 def _stacks(modules: dict[str, nn.Module]) -> list[str]:
     """The outermost lists of modules; a mapping is one where its keys are numbers."""
     kinds = nn.ModuleList | nn.Sequential | nn.ModuleDict
-    found = [name for name, module in modules.items() if isinstance(module, kinds) and len(module)]
-    found = [name for name in found if all(child.isdigit() for child, _ in modules[name].named_children())]
+    children = {name: list(module._modules) for name, module in modules.items() if isinstance(module, kinds)}
+    found = [name for name, keys in children.items() if keys and all(map(str.isdigit, keys))]
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 

@@ -134,10 +134,10 @@ def _same_layers(now: ActivationStore, end: ActivationStore) -> list[float]:
     """CKA of each layer in two stores of the same data."""
     found = []
     for site in now.sites:
-        dims = dict.fromkeys(("now", "end"), now.read(site, 0, 1).numel())
-        moments = Moments(dims, between=(["now"], ["end"]))
+        dim = now.read(site, 0, 1).numel()
+        moments = Moments({"now": dim, "end": dim}, between=(["now"], ["end"]))
         for start in range(0, now.rows, _BLOCK_ROWS):
             rows = (store.read(site, start, start + _BLOCK_ROWS).flatten(1) for store in (now, end))
-            moments.update(dict(zip(dims, rows, strict=True)))
+            moments.update(dict(zip(("now", "end"), rows, strict=True)))
         found.append(linear_cka(moments).values[0, 0])
     return found

@@ -33,7 +33,7 @@ def run_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """Call `model`; those of transformers make no cache of keys and values unless asked for one."""
     fills_cache = getattr(getattr(model, "config", None), "use_cache", False)
     takes_option = fills_cache and "use_cache" in inspect.signature(model.forward).parameters
-    return model(*args, **({"use_cache": False} if takes_option else {}) | kwargs)
+    return model(*args, **{**({"use_cache": False} if takes_option else {}), **kwargs})
 
 
 def output_logits(output: Any) -> Tensor:

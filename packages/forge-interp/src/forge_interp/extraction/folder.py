@@ -49,12 +49,14 @@ class Parts:
         """The parts [start, stop) that need not be written again; InterpError if they are of another call."""
         mine = [number for number in self.numbers() if start <= number and (stop is None or number < stop)]
         found = {number: part for number in mine if (part := Part.read(self.path(number)))}
-        for part in found.values():
-            check_same(self.folder, part.request, self.request, {"versions"})
+        index = self.index
+        for request in [part.request for part in found.values()] + ([index["request"]] if index else []):
+            check_same(self.folder, request, self.request, {"versions"})
         found = {number: part for number, part in found.items() if part.is_intact}
-        if self.index is None or len(found) < len(mine):  # rows of two versions are not to be mixed
-            for part in found.values():
+        if index is None or len(found) < len(mine):
+            for part in found.values():  # rows of two versions are not to be mixed
                 check_same(self.folder, part.request, self.request)
+            (self.folder / INDEX).unlink(missing_ok=True)  # it is no longer whole
         return found
 
     def remove(self, start: int, stop: int | None) -> None:

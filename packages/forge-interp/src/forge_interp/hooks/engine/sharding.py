@@ -105,7 +105,7 @@ class Spread:
         except InterpError as error:
             failure = error
         failures = torch.tensor([float(failure is not None)])
-        has_failed = bool((self._reduce(failures, "MAX") if self._groups else failures).any())
+        has_failed = bool((self._largest(failures) if self._groups else failures).any())
         if failure is not None:
             raise failure
         if has_failed:
@@ -145,10 +145,9 @@ class Spread:
         key = f"{site.module}:attn.{name if name in ('k', 'v') else 'q'}"
         if self._is_same(key, followed, unclear=False):
             return None
-        sizes = torch.tensor([value.shape[dim], -value.shape[dim]], dtype=torch.float32)
-        least, most = (-self._reduce(-sizes, "MAX")[0].item(), self._reduce(sizes, "MAX")[0].item())
+        most, least = self._largest(torch.tensor([value.shape[dim], -value.shape[dim]])).abs().tolist()
         if least != most:
-            raise InterpError(f"site {str(site)!r}: ranks hold {least:g} to {most:g} heads; expected as many")
+            raise InterpError(f"site {str(site)!r}: ranks hold {least} to {most} heads; expected as many")
         return layout, dim, value.shape[dim] * math.prod(group.size() for group in layout.groups)
 
     def _is_same(self, key: str, value: Tensor, *, unclear: bool) -> bool:
@@ -156,7 +155,7 @@ class Spread:
         if key in self._same:
             return True
         sample = _sample(value)
-        high, low = self._reduce(sample, "MAX"), -self._reduce(-sample, "MAX")
+        high, low = self._largest(sample), -self._largest(-sample)
         bound = _TOLERANCE * torch.maximum(low.abs(), high.abs())[1:].max()
         if not (low[0] == high[0] and ((high - low)[1:] <= bound).all()):
             return False
@@ -166,12 +165,11 @@ class Spread:
         self._same.add(key)
         return True
 
-    def _reduce(self, numbers: Tensor, operation: str) -> Tensor:
-        """Over the ranks of all groups, in turn."""
-        device = next(iter(self._layouts.values())).mesh.device_type
-        numbers = numbers.to(device, copy=True)
+    def _largest(self, numbers: Tensor) -> Tensor:
+        """Of each number the largest on all ranks of all groups."""
+        numbers = numbers.to(next(iter(self._layouts.values())).mesh.device_type, copy=True)
         for group in self._groups.values():
-            torch.distributed.all_reduce(numbers, getattr(torch.distributed.ReduceOp, operation), group)
+            torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group)
         return numbers.cpu()
 
 

@@ -9,12 +9,13 @@ import torch.overrides
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+_C: Any = torch._C
 _RECORDS = "transformers.utils.output_capturing"
 
 
 def backward_number() -> int:
     """Of the backward pass that this thread is in; -1 outside."""
-    return torch._C._current_graph_task_id()
+    return _C._current_graph_task_id()
 
 
 def is_recomputing() -> bool:
@@ -28,7 +29,7 @@ def is_recomputing() -> bool:
 
 def saved_tensors_hooks() -> Any:
     """What saves tensors for the backward pass now: another thing in a checkpointed part than around it."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return _C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def call_name(model: nn.Module) -> str:
@@ -51,7 +52,7 @@ def recorders(module: nn.Module) -> list[int]:
 
 def is_transformed(value: Tensor) -> bool:
     """Whether a tensor belongs to vmap, grad or jvp of `torch.func`."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return _C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def function_modes() -> list[Any]:
@@ -61,7 +62,7 @@ def function_modes() -> list[Any]:
 
 def is_frame_compiled() -> bool:
     """Whether the compiler looks at frames now."""
-    return bool(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+    return bool(_C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def fsdp_parameters(unit: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
