@@ -57,15 +57,18 @@ def test_blocks_equal_plain_hooks_of_the_same_run(name: str, padded: bool):
         assert torch.equal(acts[site], value), site
 
 
+WAYS = [("sdpa", False), ("sdpa", True), ("eager", True)]
+"""Attention, and whether it is padded: without a mask SDPA is told to be causal."""
+
+
 @pytest.mark.parametrize(
-    ("name", "attention"),
+    ("name", "attention", "padded"),
     [
-        *((name, attention) for name in [*FAMILIES, *MORE] for attention in ("sdpa", "eager")),
-        *(pytest.param(name, "sdpa", marks=pytest.mark.slow) for name in SLOW),
+        *((name, *way) for name in [*FAMILIES, *MORE] for way in WAYS),
+        *(pytest.param(name, "sdpa", padded, marks=pytest.mark.slow) for name in SLOW for padded in (0, 1)),
     ],
 )
-@PADDING
-def test_attention_equals_the_weights_of_the_eager_model(name: str, padded: bool, attention: str):
+def test_attention_equals_the_weights_of_the_eager_model(name: str, attention: str, padded: bool):
     model, eager, inputs = made(name, attention), made(name, "eager"), TABLE[name]().inputs(padded)
     sites = [f"**:attn.{part}" for part in ("pattern", "v", "z")]
     if name in NO_ATTENTION:

@@ -28,6 +28,9 @@ from forge_interp.hooks.capture import Activations, capture
 from forge_interp.hooks.engine.sharding import is_sharded
 from forge_interp.progress import progress as with_progress
 
+Deliver = Callable[[str, Tensor], None]
+"""Is given the rows of a site."""
+
 
 @dataclass(eq=False)
 class Share:
@@ -48,8 +51,7 @@ class Share:
     _columns: tuple[Column, ...] = ()
     _num_batches: int = 0  # that have come
     _num_recorded: int = 0
-    _num_steps: int = 0
-    _num_padded: int = 0
+    _num_to_look_at: int = 0  # batches that come into question for `_alone`
     _axes_checked: bool = False
 
     def outputs(self) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class Share:
                 if counts and (self._writer or self._parts):
                     self._record(acts, batch, alone)
                 else:
-                    self._forward(acts, batch, _ignore)
+                    self._forward(acts, batch)
 
     @contextmanager
     def _capture(self, stops: bool) -> Iterator[Activations]:
@@ -210,7 +212,8 @@ class Share:
         self._writer.publish(path, self._parts.request_text)
         self._writer = None
 
-    def _forward(self, acts: Activations, batch: Batch, deliver: Callable[[str, Tensor], None]) -> None:
+    def _forward(self, acts: Activations, batch: Batch, deliver: Deliver = lambda key, rows: None) -> None:
+        """Run the model on a batch, whose rows go to `deliver`."""
         acts.clear()
         self.rows.start(batch)
         self._deliver = deliver
@@ -226,12 +229,11 @@ class Share:
         if not self.check_padding:
             return None
         found = unpadded(batch, self.names)
-        self._num_steps += 1
-        self._num_padded += found is not None
-        in_step = self.processes.in_step
-        number = self._num_steps if in_step else self._num_padded
-        is_looked_at = number == 1 or (number - 1) & (number - 2) == 0
-        if (found is None and not in_step) or not is_looked_at:
+        if found is None and not self.processes.in_step:
+            return None
+        self._num_to_look_at += 1
+        number = self._num_to_look_at
+        if number > 1 and (number - 1) & (number - 2):
             return None
         rows: dict[str, Tensor] = {}
         sample = batch if found is None else found[0]
@@ -252,12 +254,8 @@ class Share:
                     f"batch {batch.number} has as many samples as tokens or features ({batch.size}): it is "
                     "unknown which come first in a value; expected another number: give another batch_size"
                 )
-            self._forward(acts, Batch.of(fewer, self.names, batch.number, batch.first), _ignore)
+            self._forward(acts, Batch.of(fewer, self.names, batch.number, batch.first))
         self._axes_checked = True
-
-
-def _ignore(key: str, rows: Tensor) -> None:
-    """Rows that do not count."""
 
 
 def _other_batches(number: int) -> str:
