@@ -193,7 +193,7 @@ def test_identity_is_not_that_of_the_weights_that_a_pass_has_cast():
 def who_draws() -> tuple[bool, bool]:
     together = Processes.of(nn.Linear(2, 2), None, None, None, True)
     alone = Processes.of(nn.Linear(2, 2), 1, 2, None, True)
-    return together.shows_progress, alone.shows_progress
+    return together.is_first, alone.is_first
 
 
 def test_one_rank_of_those_that_wait_for_each_other_draws():

@@ -9,81 +9,49 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-import transformers
 from forge_interp import InterpError, ablate, attention_statistics, capture, each_attention, edit
 
-from .zoo import GROUPED, SPECIAL, VOCAB, build, text
+from .families import TABLE
+from .zoo import text
 
 N = 4
-WIDE = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": N} | SPECIAL
-GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": N, "n_positions": 64} | SPECIAL
-NEO = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": N,
-    "attention_types": [[["global", "local"], 1]],
-    "window_size": 4,
-    "max_position_embeddings": 64,
-} | SPECIAL
-MPT = {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": N, "max_seq_len": 64}
-DEBERTA = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": N,
-    "intermediate_size": 48,
-    "relative_attention": True,
-    "pos_att_type": ["c2p", "p2c"],
-    "position_buckets": 8,
+EAGER = {  # where attention is, and the projection behind it
+    "Bloom": ("**.self_attention", "dense"),
+    "GPTJ": ("**.attn", "out_proj"),
+    "GPTNeo": ("**.attn.attention", "out_proj"),
+    "CodeGen": ("**.attn", "out_proj"),
+    "Mpt": ("**.attn", "out_proj"),
+    "XGLM": ("**.self_attn", "out_proj"),
+    "DebertaV2": ("**.attention.self", None),
+    "gemma2": ("**.self_attn", "o_proj"),
+    "llama": ("**.self_attn", "o_proj"),
+    "GptOss": ("**.self_attn", "o_proj"),
 }
-SINKS = GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
-SINKS |= {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
-}
-XGLM = {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": N, "ffn_dim": 48} | SPECIAL
-EAGER = {
-    "Bloom": ("BloomForCausalLM", WIDE, "**.self_attention", "dense"),
-    "GPTJ": ("GPTJForCausalLM", GPT | {"rotary_dim": 4}, "**.attn", "out_proj"),
-    "GPTNeo": ("GPTNeoForCausalLM", NEO, "**.attn.attention", "out_proj"),
-    "CodeGen": ("CodeGenForCausalLM", GPT | {"rotary_dim": 4}, "**.attn", "out_proj"),
-    "Mpt": ("MptForCausalLM", MPT, "**.attn", "out_proj"),
-    "XGLM": ("XGLMForCausalLM", XGLM, "**.self_attn", "out_proj"),
-    "DebertaV2": ("DebertaV2Model", DEBERTA, "**.attention.self", None),
-    "Gemma2": ("Gemma2ForCausalLM", GROUPED | {"head_dim": 8, "sliding_window": 4}, "**.self_attn", "o_proj"),
-    "Llama": ("LlamaForCausalLM", GROUPED, "**.self_attn", "o_proj"),
-    "GptOss": ("GptOssForCausalLM", SINKS, "**.self_attn", "o_proj"),
-}
-REPEATED = ("Gemma2", "Llama", "GptOss")
+REPEATED = ("gemma2", "llama", "GptOss")
 
 
 def made(name):
-    model, config, modules, projection = EAGER[name]
-    config = getattr(transformers, f"{name}Config")(**config)
-    return build(model, config, "eager"), modules, projection
+    return TABLE[name]().build("eager"), *EAGER[name]
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", EAGER)
-def test_patterns_are_the_weights_that_the_model_returns(name, padded):
+def test_heads_and_statistics_are_those_of_a_softmax_of_the_model(name):
     model, modules, _ = made(name)
-    inputs = text(padded)
-    names = ["scores"] * (name != "GptOss") + ["pattern", "v", "z", "entropy"]
-    sinks = []
+    names, sinks = ["scores"] * (name != "GptOss") + ["v", "entropy"], []
     with torch.no_grad(), capture(model, [f"{modules}:attn.{part}" for part in names]) as acts:
-        expected = model(**inputs, output_attentions=True).attentions
+        weights = model(**text(True), output_attentions=True).attentions
         with each_attention(
             model, modules, lambda site, call: sinks.append(attention_statistics(call, ["sink"])["sink"])
         ):
-            model(**inputs)
-    found = [acts[key] for key in acts if key.endswith("attn.pattern")]
-    assert len(found) == len(expected) == 2 == len(sinks) and sinks[0].shape[1] == N
-    for key, weights in zip((key for key in acts if key.endswith("attn.pattern")), expected, strict=True):
-        torch.testing.assert_close(acts[key], weights, rtol=0, atol=1e-5)
-        v, z = (acts[key.replace("pattern", part)] for part in ("v", "z"))
-        assert v.shape[1] == (2 if name in REPEATED else N)
-        torch.testing.assert_close(weights @ v.repeat_interleave(N // v.shape[1], 1), z, rtol=0, atol=1e-5)
+            model(**text(True))
+    assert len(sinks) == len(weights) == 2 and sinks[0].shape[1] == N
+    values = [value for key, value in acts.items() if key.endswith("attn.v")]
+    assert [value.shape[1] for value in values] == [2 if name in REPEATED else N] * 2
+    entropies = [value for key, value in acts.items() if key.endswith("attn.entropy")]
+    for entropy, expected in zip(entropies, weights, strict=True):
+        if name != "GptOss":  # whose weights do not sum to 1
+            expected = torch.special.entr(expected).sum(-1)
+            torch.testing.assert_close(entropy[0], expected[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("site", ["z", "pattern", "v"])

@@ -1,6 +1,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,10 @@ from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations
 from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.run import parts as writing
-from forge_interp.extraction.run.parts import Column, Part, PartWriter, as_bytes, replacing
+from forge_interp.extraction.run.parts import Column, Part, PartWriter, as_bytes, dump, replacing
 from forge_interp.extraction.samples import Batch, Names
 from forge_interp.extraction.store import ActivationStore
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 DTYPES = (
@@ -50,7 +51,7 @@ def write(folder: Path | None, *batches: dict[str, Tensor]) -> PartWriter:
     return writer
 
 
-def extract(out: Path, **options: int) -> ActivationStore:
+def extract(out: Path, **options: Any) -> ActivationStore:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4))
     return extract_representations(model, IDS, "*", out, batch_size=2, progress=False, **options)
@@ -67,7 +68,7 @@ def test_part_gives_back_every_dtype_bit_for_bit(
 ):
     monkeypatch.setattr(writing, "_SPOOL_BYTES", held_bytes)
     batches = [make_values(count, seed) for seed, count in enumerate(rows)]
-    write(tmp_path, *batches).publish(tmp_path / "part", {"seed": 1})
+    write(tmp_path, *batches).publish(tmp_path / "part", dump({"seed": 1}))
     part = Part.read(tmp_path / "part")
     assert part is not None and part.is_intact
     assert (part.rows, part.batches, part.request) == (sum(rows), len(rows), {"seed": 1})
@@ -94,7 +95,7 @@ def test_part_holds_no_more_in_memory_than_it_is_meant_to(tmp_path: Path, monkey
 
 def test_part_is_damaged_when_a_byte_was_changed_or_cut(tmp_path: Path):
     path = tmp_path / "part"
-    write(tmp_path, make_values(5)).publish(path, {})
+    write(tmp_path, make_values(5)).publish(path, "{}")
     data = path.read_bytes()
     generator = torch.Generator().manual_seed(1)
     places = torch.randint(len(data), (150,), generator=generator).tolist()
@@ -158,7 +159,7 @@ def test_part_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
     synced = []
     path = tmp_path / "part"
     monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, path.exists())))
-    write(tmp_path, make_values(5)).publish(path, {})
+    write(tmp_path, make_values(5)).publish(path, "{}")
     assert synced == [(path.stat().st_ino, False)]
 
 
@@ -226,6 +227,21 @@ def test_extract_writes_a_part_again_that_a_disk_has_changed(tmp_path: Path):
     assert contents(tmp_path / "a") == whole
 
 
+def test_extract_replaces_parts_of_another_format_but_not_those_of_another_call(tmp_path: Path):
+    extract(tmp_path / "whole")
+    extract(tmp_path / "a")
+    for path in (tmp_path / "a").glob("part-*"):
+        rows = load_file(path)
+        save_file(rows, path, {"forge_interp": dump({"request": {}, "rows": len(rows["sample_id"])})})
+    before = contents(tmp_path / "a")
+    with pytest.raises(InterpError, match='pool: null there, "mean" asked'):
+        extract(tmp_path / "a", pool="mean")
+    assert contents(tmp_path / "a") == before
+    store = extract(tmp_path / "a")
+    assert contents(tmp_path / "a") == contents(tmp_path / "whole")
+    assert store.rows == ActivationStore.open(tmp_path / "whole").rows
+
+
 def test_extract_uses_hardly_more_of_the_disk_than_the_rows(tmp_path: Path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 256), nn.Linear(256, 256))
@@ -248,11 +264,11 @@ def test_extract_uses_hardly_more_of_the_disk_than_the_rows(tmp_path: Path):
 def test_parts_of_other_calls_do_not_become_one(tmp_path: Path):
     for number, request in enumerate(({"a": 1}, {"a": 1}, {"a": 2})):
         path = Parts(tmp_path, {}).path(number)
-        write(tmp_path, {"x:out": torch.zeros(number, 2 + number % 2)}).publish(path, request)
+        write(tmp_path, {"x:out": torch.zeros(number, 2 + number % 2)}).publish(path, dump(request))
     for total, text in ((3, r"holds x:out \[3\] float32, part-00000.safetensors holds x:out \[2\]"),):
         with pytest.raises(InterpError, match=text):
             Parts(tmp_path, {}).finish(total)
-    write(tmp_path, {"x:out": torch.zeros(2, 2)}).publish(Parts(tmp_path, {}).path(1), {"a": 1})
+    write(tmp_path, {"x:out": torch.zeros(2, 2)}).publish(Parts(tmp_path, {}).path(1), dump({"a": 1}))
     with pytest.raises(InterpError, match="a: 2 there, 1 asked"):
         Parts(tmp_path, {}).finish(3)
     assert not (tmp_path / "index.json").exists()
@@ -262,7 +278,7 @@ def test_parts_of_other_calls_do_not_become_one(tmp_path: Path):
 def test_parts_may_be_more_than_a_hundred_thousand(tmp_path: Path):
     parts = Parts(tmp_path, {})
     for number in (7, 123456):
-        write(tmp_path, {"x:out": torch.zeros(1)}).publish(parts.path(number), {})
+        write(tmp_path, {"x:out": torch.zeros(1)}).publish(parts.path(number), "{}")
     assert sorted(parts.intact(0, None)) == [7, 123456]
 
 

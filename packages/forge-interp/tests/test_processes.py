@@ -32,7 +32,7 @@ def test_processes_refuse_ranks_that_are_none(rank: int | None, world_size: int 
 
 def test_processes_alone_do_things_themselves():
     one = Processes.of(MODEL, None, None, None, True)
-    assert (one.rank, one.size, one.group, one.in_step, one.shows_progress) == (0, 1, None, False, True)
+    assert (one.rank, one.size, one.group, one.in_step, one.is_first) == (0, 1, None, False, True)
     assert one.agree(lambda: {3: (1, 2)}) == {3: (1, 2)}
     done: list[int] = []
     one.together(lambda: done.append(1))

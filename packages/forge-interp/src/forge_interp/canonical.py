@@ -4,6 +4,8 @@ One run of the model on example inputs shows it: nothing is guessed from names o
 there is reported. Letters: B batch, T tokens, D model dim, F width of the MLP.
 """
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor, nn
 
@@ -11,8 +13,6 @@ from forge_interp.errors import InterpError
 from forge_interp.hooks.capture import Activations, capture, each_attention
 from forge_interp.hooks.sites import named_modules
 from forge_interp.model_inputs import Inputs, call_model
-
-NAMES = ("resid_pre", "attn.z", "resid_mid", "mlp.pre", "mlp.post", "resid_post")
 
 
 class CanonicalSites(dict[str, str]):
@@ -48,30 +48,24 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
     `inputs` are a small batch, as for `record`; the model runs twice for each kind of blocks. InterpError
     where no list of blocks ran.
     """
-    found = CanonicalSites()
-    modules = named_modules(model)
-    stacks = [name for name, module in modules.items() if _is_stack(module)]
-    stacks = [name for name in stacks if len(list(modules[name].children())) > 0]
-    stacks = [name for name in stacks if not any(name.startswith(f"{other}.") for other in stacks)]
-    mapped: dict[str, dict[str, dict[str, str]]] = {}
-    for stack in stacks:
+    found, modules = CanonicalSites(), named_modules(model)
+    mapped: dict[str, dict[str, dict[str, str]]] = {}  # stack -> index -> canonical name -> place
+    for stack in _stacks(modules):
         kinds: dict[str, dict[str, str]] = {}
         for index, block in modules[stack].named_children():
-            kind = structure(block)
-            if kind not in kinds:
+            if (kind := structure(block)) not in kinds:
                 kinds[kind] = _map_block(model, inputs, f"{stack}.{index}".removeprefix("."), block)
-            if kinds[kind]:
-                mapped.setdefault(stack, {})[index] = kinds[kind]
-        if not any(_is_of_block(places) for places in kinds.values()):
-            mapped.pop(stack, None)
-    for stack, index, places in ((s, i, p) for s, blocks in mapped.items() for i, p in blocks.items()):
-        block, prefix = f"{stack}.{index}".removeprefix("."), stack if len(mapped) > 1 else "blocks"
-        for name in NAMES:
-            place, key = places[name], f"{prefix}.{index}.{name}"
+            mapped.setdefault(stack, {})[index] = kinds[kind]
+        inner = [places.get(name, "-") for places in kinds.values() for name in ("attn.z", "mlp.post")]
+        if all(place.startswith("-") for place in inner):  # any module keeps the shape of its input
+            mapped.pop(stack)
+    for stack, blocks in mapped.items():
+        prefix = stack if len(mapped) > 1 else "blocks"
+        for index, name, place in ((i, *item) for i, places in blocks.items() for item in places.items()):
             if place.startswith("-"):
-                found.missing[key] = place[2:]
+                found.missing[f"{prefix}.{index}.{name}"] = place[2:]
             else:
-                found[key] = block + place
+                found[f"{prefix}.{index}.{name}"] = f"{stack}.{index}".removeprefix(".") + place
     if not found:
         raise InterpError(
             f"{type(model).__name__} ran no list of blocks that keep the shape of their input; expected "
@@ -80,10 +74,12 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
     return found
 
 
-def _is_stack(module: nn.Module) -> bool:
-    """Whether it is a list of modules; a mapping is one where its keys are numbers."""
-    is_numbered = isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module))
-    return is_numbered or isinstance(module, nn.ModuleList | nn.Sequential)
+def _stacks(modules: dict[str, nn.Module]) -> list[str]:
+    """The outermost lists of modules; a mapping is one where its keys are numbers."""
+    kinds = nn.ModuleList | nn.Sequential | nn.ModuleDict
+    children = {name: list(module._modules) for name, module in modules.items() if isinstance(module, kinds)}
+    found = [name for name, keys in children.items() if keys and all(map(str.isdigit, keys))]
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
 def structure(block: nn.Module) -> str:
@@ -96,11 +92,6 @@ def structure(block: nn.Module) -> str:
     )
 
 
-def _is_of_block(places: dict[str, str]) -> bool:
-    """Whether what was found tells a block from any module that keeps the shape of its input."""
-    return any(name in places and places[name][0] != "-" for name in ("attn.z", "mlp.post"))
-
-
 def _map_block(model: nn.Module, inputs: Inputs, name: str, block: nn.Module) -> dict[str, str]:
     """Canonical name to what follows the name of the block in a site, or "- reason"; {} if it is no block."""
     try:
@@ -108,26 +99,20 @@ def _map_block(model: nn.Module, inputs: Inputs, name: str, block: nn.Module) ->
             call_model(model, inputs)
     except InterpError:
         return {}
-    if f"{name}:in" not in acts or f"{name}:out" not in acts:
+    before, after = acts.get(f"{name}:in"), acts.get(f"{name}:out")
+    if before is None or after is None or before.shape != after.shape or before.ndim < 3:
         return {}
-    before, after = acts[f"{name}:in"], acts[f"{name}:out"]
-    if before.shape != after.shape or before.ndim < 3:
-        return {}
-    attention = _attention_in(model, inputs, name)
+    attention: list[str] = []
+    with (
+        suppress(InterpError),
+        each_attention(model, f"{name}.**", lambda module, call: attention.append(module)),
+    ):
+        call_model(model, inputs)
+    attention = [module for module in attention if "#" not in module]
     z = f"{attention[0].removeprefix(name)}:attn.z" if attention else "- no attention in the block is seen"
-    ends = {"resid_pre": ":in", "resid_post": ":out", "attn.z": z, "resid_mid": _middle(acts, name)}
-    return ends | _neurons(acts, name, attention, ends["resid_mid"], block)
-
-
-def _attention_in(model: nn.Module, inputs: Inputs, block: str) -> list[str]:
-    """The modules of a block that call attention, in order."""
-    seen: list[str] = []
-    try:
-        with each_attention(model, f"{block}.**", lambda name, call: seen.append(name)):
-            call_model(model, inputs)
-    except InterpError:
-        return []
-    return [name for name in seen if "#" not in name]
+    middle = _middle(acts, name)
+    neurons = _neurons(acts, name, attention, middle, block)
+    return {"resid_pre": ":in", "attn.z": z, "resid_mid": middle} | neurons | {"resid_post": ":out"}
 
 
 def _middle(acts: Activations, block: str) -> str:
@@ -138,7 +123,7 @@ def _middle(acts: Activations, block: str) -> str:
             continue
         if site.endswith(":out"):
             earlier.append(value)
-        elif site.endswith(":in") and any(_equal(value, before + given) for given in reversed(earlier)):
+        elif any(_equal(value, before + given) for given in reversed(earlier)):
             return site.removeprefix(block)
     return "- no module is given resid_pre plus what another gave: attention and MLP run in parallel?"
 
@@ -148,30 +133,33 @@ def _neurons(
 ) -> dict[str, str]:
     """mlp.pre and mlp.post."""
     inside = tuple(f"{name}." for name in attention)
-    sites = [site for site in acts if "#" not in site and not site.startswith(inside)]
+    sites = list(acts)
     if not middle.startswith("-"):  # a mixer of tokens before it has such a map, too
-        after = acts.keys() - set(list(acts)[: list(acts).index(block + middle)])
-        sites = [site for site in sites if site in after]
-    last = _linear_out(acts, block, sites)
-    why = None
+        sites = sites[sites.index(block + middle) :]
+    sites = [site for site in sites if "#" not in site and not site.startswith(inside)]
+    shape, last = acts[f"{block}:in"].shape, ""  # the last module that maps [B, T, F] to [B, T, D]
+    calls = [site.removesuffix(":in") for site in sites if site.endswith(":in")]
+    calls = [name for name in calls if f"{name}:out" in acts]
+    for name in calls:
+        given, made = acts[f"{name}:in"].shape, acts[f"{name}:out"].shape
+        if made == shape and given[:-1] == shape[:-1] and given[-1] != shape[-1]:
+            last = name
     parts = {f"{block}.{name}.": part for name, part in module.named_modules()}
+    why = None
     if any(_has_experts(part) for name, part in parts.items() if not name.startswith(inside)):
         why = "- several maps of one shape, as experts have, each with an MLP of its own"
     elif middle.startswith("-") and not attention:
         why = "- the block has one part, of which it is unknown whether it is an MLP"
-    elif last is None:
+    elif not last:
         why = "- no map to the model dim from another width: a fused MLP?"
-    if last is None or why is not None:
-        return dict.fromkeys(("mlp.pre", "mlp.post"), why or "")
+    if why is not None:
+        return dict.fromkeys(("mlp.pre", "mlp.post"), why)
     width = acts[f"{last}:in"].shape
-    for site in sites:
-        out = site.removesuffix(":in") + ":out"
-        if not site.endswith(":in") or out not in acts or site == f"{last}:in":
-            continue
-        if acts[site].shape == acts[out].shape == width and not acts[site].equal(acts[out]):
-            return {"mlp.pre": site.removeprefix(block), "mlp.post": f"{last.removeprefix(block)}:in"}
-    wide = [site for site in sites if site.endswith(":out") and acts[site].shape == width]
-    pre = wide[0].removeprefix(block) if len(wide) == 1 else "- the activation function is no module"
+    wide = [name for name in calls if name != last and acts[f"{name}:out"].shape == width]
+    bent = [n for n in wide if acts[f"{n}:in"].shape == width and not acts[f"{n}:in"].equal(acts[f"{n}:out"])]
+    outs = [site for site in sites if site.endswith(":out") and acts[site].shape == width]
+    pre = f"{bent[0]}:in" if bent else outs[0] if len(outs) == 1 else ""
+    pre = pre.removeprefix(block) or "- the activation function is no module"
     return {"mlp.pre": pre, "mlp.post": f"{last.removeprefix(block)}:in"}
 
 
@@ -184,18 +172,6 @@ def _has_experts(module: nn.Module) -> bool:
     return not is_convolution and any(
         p.ndim == 3 and min(p.shape) > 1 for p in module.parameters(recurse=False)
     )
-
-
-def _linear_out(acts: Activations, block: str, sites: list[str] | None = None) -> str | None:
-    """The last module that maps [B, T, F] to [B, T, D] with F other than D."""
-    shape, found = acts[f"{block}:in"].shape, None
-    for site in acts if sites is None else sites:
-        name = site.removesuffix(":in")
-        if site.endswith(":in") and f"{name}:out" in acts:
-            given, made = acts[site].shape, acts[f"{name}:out"].shape
-            if made == shape and given[:-1] == shape[:-1] and given[-1] != shape[-1]:
-                found = name
-    return found
 
 
 def _equal(left: Tensor, right: Tensor) -> bool:

@@ -107,8 +107,7 @@ def head_scores(
     id, and the one before the query. Arguments and source as of `training_dynamics`.
     """
     ids = repeated_ids(vocabulary, period, sequences, seed)
-    tensor = next(model.parameters(), None)
-    ids = ids if tensor is None else ids.to(tensor.device)
+    ids = next((ids.to(weight.device) for weight in model.parameters()), ids)
     names = [f"**:attn.lag.{period - 1}", "**:attn.previous"]
     with capture(model, names) as acts:
         model(ids)
@@ -135,9 +134,8 @@ def _same_layers(now: ActivationStore, end: ActivationStore) -> list[float]:
     """CKA of each layer in two stores of the same data."""
     found = []
     for site in now.sites:
-        moments = Moments(
-            dict.fromkeys(("now", "end"), now.read(site, 0, 1).numel()), between=(["now"], ["end"])
-        )
+        dim = now.read(site, 0, 1).numel()
+        moments = Moments({"now": dim, "end": dim}, between=(["now"], ["end"]))
         for start in range(0, now.rows, _BLOCK_ROWS):
             rows = (store.read(site, start, start + _BLOCK_ROWS).flatten(1) for store in (now, end))
             moments.update(dict(zip(("now", "end"), rows, strict=True)))

@@ -32,6 +32,11 @@ def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
         raise InterpError(f"{name} is {value!r:.80}; expected {expected}")
 
 
+def kind_of(value: Any) -> str:
+    """The shape of a tensor, else the name of the type, for messages."""
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
 @contextmanager
 def fitting(value: Tensor, what: str) -> Iterator[None]:
     """Have torch's own errors about shapes and indices in the `with` be an InterpError that names them."""

@@ -31,15 +31,9 @@ def arguments(inputs: Inputs) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 def run_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call `model`; those of transformers make no cache of keys and values unless asked for one."""
-    options = {"use_cache": False} if _takes_use_cache(model) else {}
-    return model(*args, **{**options, **kwargs})
-
-
-def _takes_use_cache(model: nn.Module) -> bool:
-    """Whether it is a model that fills a cache by default, where nobody reads it."""
-    if not getattr(getattr(model, "config", None), "use_cache", False):
-        return False
-    return "use_cache" in inspect.signature(model.forward).parameters
+    fills_cache = getattr(getattr(model, "config", None), "use_cache", False)
+    takes_option = fills_cache and "use_cache" in inspect.signature(model.forward).parameters
+    return model(*args, **{**({"use_cache": False} if takes_option else {}), **kwargs})
 
 
 def output_logits(output: Any) -> Tensor:
@@ -49,15 +43,12 @@ def output_logits(output: Any) -> Tensor:
         logits = logits[0]
     if isinstance(logits, Tensor) and logits.ndim > 0 and logits.is_floating_point():
         return logits
+    what = f"a {type(output).__name__}"
+    if isinstance(output, Tensor):
+        what = f"a tensor of shape {tuple(output.shape)} and dtype {output.dtype}"
+    elif isinstance(output, Mapping):
+        what += f" with {sorted(map(str, output))}"
     raise InterpError(
-        f"the model returned {_describe(output)}; expected logits: a floating-point tensor with the "
+        f"the model returned {what}; expected logits: a floating-point tensor with the "
         "vocabulary last, an output with `.logits`, or a tuple that starts with them; call it without labels"
     )
-
-
-def _describe(output: Any) -> str:
-    if isinstance(output, Tensor):
-        return f"a tensor of shape {tuple(output.shape)} and dtype {output.dtype}"
-    if isinstance(output, Mapping):
-        return f"a {type(output).__name__} with {sorted(map(str, output))}"
-    return f"a {type(output).__name__}"

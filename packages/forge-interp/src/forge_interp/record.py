@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,9 +26,10 @@ class Recording(BySite):
         self.output, self.skipped = output, dict(skipped)
 
     def __repr__(self) -> str:
-        shapes = {key: "nested" if x.is_nested else str(list(x.shape)) for key, x in self.items()}
-        rows = [(key, shapes[key], str(x.dtype).removeprefix("torch.")) for key, x in self.items()]
-        rows = [("site", "shape", "dtype"), *rows]
+        rows = [("site", "shape", "dtype")]
+        for key, x in self.items():
+            shape = "nested" if x.is_nested else str(list(x.shape))
+            rows.append((key, shape, str(x.dtype).removeprefix("torch.")))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
         skipped = [f"skipped, no tensor: {', '.join(self.skipped)}"] if self.skipped else []
@@ -61,21 +63,19 @@ class Recording(BySite):
         Dimensions that all values share are named alike: `batch` is dim 0, others `site.dim1`, ...
         """
         xarray = optional("xarray", "to_xarray", "tables")
-        dims = {
-            site: ["batch", *(f"{site}.dim{i}" for i in range(1, value.ndim))] for site, value in self.items()
-        }
-        return xarray.Dataset({s: (dims[s][: value.ndim], _numpy(value)) for s, value in self.items()})
+        variables = {}
+        for site, value in self.items():
+            dims = ["batch", *(f"{site}.dim{i}" for i in range(1, value.ndim))]
+            variables[site] = (dims[: value.ndim], _numpy(value))
+        return xarray.Dataset(variables)
 
     def to_dataframe(self) -> Any:
         """A `pandas.DataFrame`, a row a number: site, dim0, dim1, ..., value; needs pandas."""
         pandas = optional("pandas", "to_dataframe", "tables")
         frames = []
         for site, value in self.items():
-            index = torch.cartesian_prod(*(torch.arange(size) for size in value.shape)).reshape(
-                -1, value.ndim
-            )
-            columns = {f"dim{i}": index[:, i].numpy() for i in range(value.ndim)}
-            frames.append(pandas.DataFrame({"site": site, **columns, "value": _numpy(value).reshape(-1)}))
+            index = {f"dim{i}": of.ravel() for i, of in enumerate(np.indices(value.shape))}
+            frames.append(pandas.DataFrame({"site": site, **index, "value": _numpy(value).ravel()}))
         return pandas.concat(frames, ignore_index=True)
 
 

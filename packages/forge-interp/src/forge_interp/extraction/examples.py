@@ -125,7 +125,14 @@ def top_examples(
     made = Examples()
     for column, unit in enumerate(chosen or ()):
         for row in rows[:, column].tolist():
-            made.append(_example(store, site, unit, row, context, score, decode or str))
+            sample, first = int(store.sample_id[row]), max(0, row - context[0])
+            around = store.sample_id[first : row + 1 + context[1]]
+            inside = first + (around == sample).nonzero()[:, 0]  # rows of one sample are together
+            first, last = int(inside[0]), int(inside[-1]) + 1
+            values = score(store.read(site, first, last))[:, unit].float().cpu().tolist()
+            tokens = tuple((decode or str)(i) for i in store.token_id[first:last].tolist())
+            place = row, sample, int(store.position[row])
+            made.append(Example(unit, values[row - first], *place, tokens, tuple(values), row - first))
     return made
 
 
@@ -138,30 +145,6 @@ def _blocks(samples: Tensor, size: int) -> Iterator[tuple[int, list[int]]]:
             start, lengths = start + sum(lengths), []
         lengths.append(length)
     yield start, lengths
-
-
-def _example(
-    store: ActivationStore,
-    site: str,
-    unit: int,
-    row: int,
-    context: tuple[int, int],
-    score: Score,
-    decode: Decode,
-) -> Example:
-    """An example with what is around it in its sample."""
-    sample, position = int(store.sample_id[row]), int(store.position[row])
-    before, behind = (
-        (rows == sample).long().cumprod(0).sum().item()
-        for rows in (
-            store.sample_id[max(0, row - context[0]) : row].flip(0),
-            store.sample_id[row + 1 : row + 1 + context[1]],
-        )
-    )
-    first, last = row - int(before), row + 1 + int(behind)
-    values = score(store.read(site, first, last))[:, unit].float().cpu().tolist()
-    tokens = tuple(decode(i) for i in store.token_id[first:last].tolist())
-    return Example(unit, values[row - first], row, sample, position, tokens, tuple(values), row - first)
 
 
 def _size(rows: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from forge_interp.errors import InterpError, check_kind
-from forge_interp.extraction.export import ENDINGS
 from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.run.feeding import Feeder, Forward, rows_of_others
 from forge_interp.extraction.run.identity import machine_of, model_identity, names_of, numerics
@@ -19,7 +18,7 @@ from forge_interp.extraction.run.processes import Processes
 from forge_interp.extraction.run.rows import Pool, RowMaker
 from forge_interp.extraction.run.share import Share
 from forge_interp.extraction.samples import Names, Samples, open_dataset
-from forge_interp.extraction.store import ActivationStore
+from forge_interp.extraction.store import ENDINGS, ActivationStore
 from forge_interp.hooks.capture import Select, by_pattern
 
 
@@ -97,11 +96,17 @@ def extract_representations(
     check_kind("where", where, (str, type(None)), "the name of an entry of the batches")
     for name, number in (("rank", rank), ("world_size", world_size)):
         check_kind(name, number, (Integral, type(None)), "a whole number")
+    folder = None if out is None else Path(out)
+    if folder is not None and (folder.suffix in ENDINGS or folder.is_file()):
+        raise InterpError(
+            f"out is {str(out)!r}; expected a folder: extract to {folder.stem!r}, and call "
+            f".export({str(out)!r}) on what is returned if you need such a file"
+        )
     names, patterns = Names(tokens, mask, pad_id), [sites] if isinstance(sites, str) else list(sites)
     batch_size, (rank, world_size) = int(batch_size), (n if n is None else int(n) for n in (rank, world_size))
     chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group, writes)
     kept = [keep] if isinstance(keep, str) else list(keep)
-    folder, source = _folder(out), open_dataset(dataset, batch_size, names)
+    source = open_dataset(dataset, batch_size, names)
     foreign = rows_of_others(model, patterns, tokens)
     rows, feed = RowMaker(chosen, pool, dtype, kept, foreign, where), Feeder(model, names, forward)
     share = Share(
@@ -109,32 +114,31 @@ def extract_representations(
     )
     if folder is None:
         return ActivationStore.of(share.in_memory())
-    functions = {"select": names_of(chosen) or None, "pool": names_of(pool), "forward": names_of(forward)}
-    request = _request(share, dtype, batch_size) | functions | {"model": model_identity(model)}
-    request |= {"identity": identity} | (share.outputs() if identity is None else {})
-    request |= ({"keep": kept} if kept else {}) | ({} if where is None else {"where": where})
-    if share.to_disk(Parts(folder, request), resume):
-        text = f"{folder} was there, made by the same call: it is returned, of the batches nothing ran again"
-        warnings.warn(
-            f"{text} but the first and the last, to compare; resume=False makes it anew", stacklevel=2
-        )
-    return ActivationStore(folder)
-
-
-def _request(share: Share, dtype: torch.dtype | None, batch_size: int) -> dict[str, Any]:
-    """What is asked, beside the model and functions, and on which machine."""
-    source, names = share.source, share.names
-    return {
-        "sites": share.sites,
+    request = {
+        "sites": patterns,
         "dtype": None if dtype is None else dtype_name(dtype),
-        "names": [names.tokens, names.mask, names.pad_id],
+        "names": [tokens, mask, pad_id],
         "batch_size": batch_size if isinstance(source, Samples) else None,
         "dataset": source.fingerprint(),
         "parts": source.num_parts,
         "versions": {"torch": torch.__version__},
-        "machine": machine_of(share.model),
+        "machine": machine_of(model),
         "numerics": numerics(),
+        "select": names_of(chosen) or None,
+        "pool": names_of(pool),
+        "forward": names_of(forward),
+        "model": model_identity(model),
+        "identity": identity,
+        "keep": kept,
+        "where": where,
     }
+    if share.to_disk(Parts(folder, request | (share.outputs() if identity is None else {})), resume):
+        warnings.warn(
+            f"{folder} was there, made by the same call: it is returned, of the batches nothing ran again "
+            "but the first and the last, to compare; resume=False makes it anew",
+            stacklevel=2,
+        )
+    return ActivationStore(folder)
 
 
 def finish_extraction(out: str | Path) -> ActivationStore:
@@ -143,13 +147,3 @@ def finish_extraction(out: str | Path) -> ActivationStore:
     if parts.missing() == []:
         parts.finish(len(parts.numbers()))
     return ActivationStore.open(out)
-
-
-def _folder(out: str | Path | None) -> Path | None:
-    folder = None if out is None else Path(out)
-    if folder is not None and (folder.suffix in ENDINGS or folder.is_file()):
-        raise InterpError(
-            f"out is {str(out)!r}; expected a folder: extract to {folder.stem!r}, and call "
-            f".export({str(out)!r}) on what is returned if you need such a file"
-        )
-    return folder

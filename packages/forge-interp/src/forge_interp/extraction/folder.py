@@ -8,7 +8,7 @@ from typing import Any
 
 from forge_interp.errors import InterpError
 from forge_interp.extraction.run.identity import is_same_but_for_rounding
-from forge_interp.extraction.run.parts import Dumped, Part, dtype_name, dump, is_site, listed, replacing
+from forge_interp.extraction.run.parts import Part, dtype_name, dump, is_site, listed, replacing
 
 INDEX = "index.json"
 _FORMAT = 2
@@ -20,7 +20,7 @@ class Parts:
 
     def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
         self.folder = folder
-        self.request_text = Dumped(dump(request))
+        self.request_text = dump(request)
         self.request: dict[str, Any] = json.loads(self.request_text)
 
     @property
@@ -49,12 +49,14 @@ class Parts:
         """The parts [start, stop) that need not be written again; InterpError if they are of another call."""
         mine = [number for number in self.numbers() if start <= number and (stop is None or number < stop)]
         found = {number: part for number in mine if (part := Part.read(self.path(number)))}
-        for part in found.values():
-            check_same(self.folder, part.request, self.request, {"versions"})
+        index = self.index
+        for request in [part.request for part in found.values()] + ([index["request"]] if index else []):
+            check_same(self.folder, request, self.request, {"versions"})
         found = {number: part for number, part in found.items() if part.is_intact}
-        if self.index is None or len(found) < len(mine):  # rows of two versions are not to be mixed
-            for part in found.values():
+        if index is None or len(found) < len(mine):
+            for part in found.values():  # rows of two versions are not to be mixed
                 check_same(self.folder, part.request, self.request)
+            (self.folder / INDEX).unlink(missing_ok=True)  # it is no longer whole
         return found
 
     def remove(self, start: int, stop: int | None) -> None:
@@ -68,14 +70,39 @@ class Parts:
 
     def finish(self, total: int) -> bool:
         """Write the index if all parts are there; True once it is. InterpError lists how parts differ."""
-        parts = [Part.read(self.path(number)) for number in range(total)]
         if self.index is None:
-            if not total or None in parts:
+            found = [Part.read(self.path(number)) for number in range(total)]
+            parts = [part for part in found if part is not None]
+            if not total or len(parts) < total:
                 return False
-            _write_index(self.folder, [part for part in parts if part])
-        for left in self.folder.glob("*.safetensors.*.tmp"):  # of processes that were killed
+            self._write_index(parts)
+        for left in self.folder.glob("*.tmp"):  # of processes that were killed
             left.unlink(missing_ok=True)
         return True
+
+    def _write_index(self, parts: list[Part]) -> None:
+        first = parts[0]
+        for part in parts:
+            check_same(part.path, part.request, first.request)
+            if part.columns != first.columns:
+                raise InterpError(
+                    f"{part.path} holds {listed(part.columns)}, {first.path.name} holds "
+                    f"{listed(first.columns)}; expected the same: the processes ran other models or inputs; "
+                    "give resume=False"
+                )
+        index = {
+            "format": _FORMAT,
+            "rows": sum(part.rows for part in parts),
+            "sites": [column.name for column in first.columns if is_site(column.name)],
+            "dtypes": {column.name: dtype_name(column.dtype) for column in first.columns},
+            "shapes": {column.name: column.shape for column in first.columns},
+            "parts": [{"rows": part.rows, "bytes": part.path.stat().st_size} for part in parts],
+            "request": first.request,
+        }
+        _sync_names(self.folder)
+        with replacing(self.folder / INDEX) as file:
+            file.write(dump(index).encode())
+        _sync_names(self.folder)
 
     def missing(self) -> list[int] | None:
         """The parts that are not there yet; None where it is not known how many there are to be."""
@@ -83,29 +110,26 @@ class Parts:
         total = next((part.request["parts"] for part in present.values()), None)
         return None if total is None else [number for number in range(total) if number not in present]
 
-
-def _write_index(folder: Path, parts: list[Part]) -> None:
-    first = parts[0]
-    for part in parts:
-        check_same(part.path, part.request, first.request)
-        if part.columns != first.columns:
-            raise InterpError(
-                f"{part.path} holds {listed(part.columns)}, {first.path.name} holds {listed(first.columns)}; "
-                "expected the same: the processes ran other models or inputs; give resume=False"
-            )
-    index = {
-        "format": _FORMAT,
-        "rows": sum(part.rows for part in parts),
-        "sites": [column.name for column in first.columns if is_site(column.name)],
-        "dtypes": {column.name: dtype_name(column.dtype) for column in first.columns},
-        "shapes": {column.name: list(column.shape) for column in first.columns},
-        "parts": [{"rows": part.rows, "bytes": part.path.stat().st_size} for part in parts],
-        "request": first.request,
-    }
-    _sync_names(folder)
-    with replacing(folder / INDEX) as file:
-        file.write(dump(index).encode())
-    _sync_names(folder)
+    def whole(self) -> dict[str, Any]:
+        """The index, all of whose parts are there; InterpError says what is missing."""
+        index = self.index
+        for number, part in enumerate(index["parts"] if index else ()):
+            path = self.path(number)
+            if not path.is_file() or path.stat().st_size != part["bytes"]:
+                raise InterpError(f"{path} is missing or damaged: call the extraction again")
+        if index is not None:
+            return index
+        if not self.folder.exists():
+            raise InterpError(f"{self.folder} does not exist; expected a folder that an extraction wrote")
+        if not self.numbers():
+            raise InterpError(f"{self.folder} has no {INDEX}; expected a folder that an extraction wrote")
+        missing = self.missing()
+        if missing == []:
+            raise InterpError(f"{self.folder} is not whole yet; all parts are there: call finish_extraction")
+        some = "more parts" if missing is None else f"parts {', '.join(map(str, missing[:8]))}"
+        raise InterpError(
+            f"{self.folder} is not whole yet: it waits for {some}; run the extraction again to go on"
+        )
 
 
 def check_same(
@@ -124,23 +148,18 @@ def differences(made: Mapping[str, Any], asked: Mapping[str, Any], but: Collecti
 
     On two machines, or where a batch has other bits each time, the same rows may differ by rounding.
     """
-    outputs = [request.get("outputs") for request in (made, asked)]
+    rows = [request.get("outputs") or {} for request in (made, asked)]
     repeats = made.get("machine") == asked.get("machine") and made.get("repeats") and asked.get("repeats")
-    is_same = outputs[0] == outputs[1] if repeats else is_same_but_for_rounding(*outputs)
-    made, asked = (
-        {k: v for k, v in request.items() if k not in {*but, "machine", "outputs", "repeats"}}
-        for request in (made, asked)
-    )
-    return [*_differences("", made, asked), *([] if is_same else _different_rows(*outputs))]
-
-
-def _different_rows(made: Any, asked: Any) -> Iterator[str]:
-    """At which batches and sites rows differ."""
-    made, asked = made or {}, asked or {}
-    for batch in sorted(made.keys() | asked.keys()):
-        sites = [made.get(batch, {}), asked.get(batch, {})]
-        if found := [site for site in {**sites[0], **sites[1]} if sites[0].get(site) != sites[1].get(site)]:
-            yield f"other rows {batch} at {', '.join(found[:4])}{' ...' if len(found) > 4 else ''}"
+    but = {*but, "machine", "outputs", "repeats"}
+    made, asked = ({k: v for k, v in of.items() if k not in but} for of in (made, asked))
+    found = list(_differences("", made, asked))
+    if rows[0] == rows[1] or (not repeats and is_same_but_for_rounding(*rows)):
+        return found
+    for batch in sorted({**rows[0], **rows[1]}):
+        there, here = (of.get(batch, {}) for of in rows)
+        if sites := [site for site in {**there, **here} if there.get(site) != here.get(site)]:
+            found.append(f"other rows {batch} at {', '.join(sites[:4])}{' ...' if len(sites) > 4 else ''}")
+    return found
 
 
 def _differences(key: str, there: Any, here: Any) -> Iterator[str]:

@@ -7,6 +7,7 @@ processes and wherever a run was interrupted. Letters: B samples, T tokens.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, kind_of
 from forge_interp.extraction.run.parts import as_bytes
 
 _PROBES = 256
@@ -60,29 +62,27 @@ class Batch:
             tokens = inputs
         for name, found in ((names.tokens, tokens), (names.mask, mask)):
             if found is not None and (not isinstance(found, Tensor) or found.ndim != 2):
-                shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
                 raise InterpError(
-                    f"batch {number}: {name!r} is {shape}; expected a tensor [samples, tokens]: an iterable "
-                    "must give ready batches, e.g. a DataLoader"
+                    f"batch {number}: {name!r} is {kind_of(found)}; expected a tensor [samples, tokens]: an "
+                    "iterable must give ready batches, e.g. a DataLoader"
                 )
         if mask is not None and tokens is not None and mask.shape != tokens.shape:
             raise InterpError(
                 f"batch {number}: {names.mask!r} is {list(mask.shape)}, {names.tokens!r} {list(tokens.shape)}"
                 "; expected the same shape: name the mask that belongs to the tokens with mask="
             )
-        size = len(tokens) if tokens is not None else _size(inputs, number)
-        mask = None if mask is None else mask.cpu() != 0
-        tokens = None if tokens is None else tokens.cpu()
-        return cls(number, first, size, inputs, tokens, None if mask is None or bool(mask.all()) else mask)
+        whole = inputs if tokens is None else tokens
+        first_tensor = next((x for x in leaves(whole) if isinstance(x, Tensor) and x.ndim), None)
+        if first_tensor is None:
+            raise InterpError(
+                f"batch {number} is a {type(inputs).__name__} without a tensor; expected one [samples, ...]"
+            )
+        mask = None if mask is None or bool((mask != 0).all()) else mask.cpu() != 0
+        return cls(number, first, len(first_tensor), inputs, None if tokens is None else tokens.cpu(), mask)
 
     def checksum(self, crc: int = 0) -> int:
         """CRC-32 of all numbers and texts in the inputs, continued from `crc`."""
         return _checksum(self.inputs, crc)
-
-    def part(self, names: Names, start: int, stop: int) -> Batch | None:
-        """The batch of samples [start, stop) of this one; None where it is not clear how to cut it."""
-        inputs = self.cut(start, stop)
-        return None if inputs is None else Batch.of(inputs, names, self.number, self.first + start)
 
     def cut(self, start: int, stop: int) -> Any:
         """The inputs of samples [start, stop); None where it is not clear how to cut them."""
@@ -113,10 +113,12 @@ class Samples(_Source):
     """
 
     def __init__(self, dataset: Any, batch_size: int, names: Names) -> None:
-        self._dataset = _Columns(dataset) if isinstance(dataset, Mapping) else dataset
-        self._names = names
-        self._size = batch_size
-        self.num_samples = len(self._dataset)
+        self._dataset, self._size, self._names = dataset, batch_size, names
+        self._is_columns = isinstance(dataset, Mapping)
+        lengths = {key: len(column) for key, column in dataset.items()} if self._is_columns else {}
+        if len(set(lengths.values())) > 1:
+            raise InterpError(f"the columns of the dataset have lengths {lengths}; expected one length")
+        self.num_samples = next(iter(lengths.values()), 0) if self._is_columns else len(dataset)
         if not self.num_samples:
             raise InterpError("the dataset has no samples; expected at least one")
         if batch_size < 1:
@@ -127,8 +129,8 @@ class Samples(_Source):
         """Yield batches [start, stop)."""
         for number in range(start, self.num_batches if stop is None else stop):
             first = number * self._size
-            picked = [self._sample(i) for i in range(first, min(first + self._size, self.num_samples))]
-            yield Batch.of(collate(picked, self._names), self._names, number, first)
+            picked = range(first, min(first + self._size, self.num_samples))
+            yield Batch.of(self._collated(picked), self._names, number, first)
 
     def probes(self) -> Iterator[Batch]:
         """Yield the first and the last batch."""
@@ -138,20 +140,24 @@ class Samples(_Source):
     def fingerprint(self) -> dict[str, Any]:
         """Number of samples and CRC-32 of up to 256, evenly spaced; a run that goes on compares all."""
         crc, probes = 0, min(_PROBES, self.num_samples)
-        for index in (probe * self.num_samples // probes for probe in range(probes)):
-            crc = _checksum(collate([self._sample(index)], self._names), crc)
+        for probe in range(probes):
+            crc = _checksum(self._collated([probe * self.num_samples // probes]), crc)
         return {"samples": self.num_samples, "crc": f"{crc:08x}"}
 
-    def _sample(self, index: int) -> Any:
-        return _numbers(self._dataset[index])
+    def _collated(self, indices: Iterable[int]) -> Any:
+        data = self._dataset
+        if self._is_columns:
+            samples = [{key: column[i] for key, column in data.items()} for i in indices]
+        else:
+            samples = [data[i] for i in indices]
+        return collate([_numbers(sample) for sample in samples], self._names)
 
 
 class ReadyBatches(_Source):
     """Batches that an iterable gives, such as a DataLoader; it must give the same ones each time."""
 
     def __init__(self, batches: Iterable[Any], names: Names) -> None:
-        self._batches = batches
-        self._names = names
+        self._batches, self._names = batches, names
         try:
             self.num_batches = len(batches)  # type: ignore[arg-type]
         except TypeError:
@@ -225,11 +231,15 @@ def _collate_mappings(samples: Sequence[Mapping[str, Any]], names: Names) -> dic
     if different := next((list(sample) for sample in samples if sample.keys() != samples[0].keys()), None):
         raise InterpError(f"samples have entries {keys} and {different}; expected the same in all")
     columns = {key: [sample[key] for sample in samples] for key in keys}
-    ragged = {key: _lengths(columns[key]) for key in keys if _is_ragged(key, columns[key], names)}
-    for key in ragged:
+    ragged = {}  # lengths of what are sequences of their own, of ids or labels, that need padding
+    for key, column in columns.items():
+        is_own = names.tokens and (key in (names.tokens, "labels") or key.endswith("input_ids"))
+        if is_own and _lengths(column) and not _are_even(column):
+            ragged[key] = _lengths(column)
+    for key, lengths in ragged.items():
         mask = names.mask if key == names.tokens else key.replace("input_ids", "attention_mask")
         if mask and mask != key and mask not in columns:
-            columns[mask] = [torch.ones(length, dtype=torch.int64) for length in ragged[key]]
+            columns[mask] = [torch.ones(length, dtype=torch.int64) for length in lengths]
     fills = {key: names.pad_id for key in ragged} | {"labels": -100}
     return {
         key: _pad(column, fills.get(key, 0))
@@ -239,13 +249,6 @@ def _collate_mappings(samples: Sequence[Mapping[str, Any]], names: Names) -> dic
     }
 
 
-def _is_ragged(key: str, column: Sequence[Any], names: Names) -> bool:
-    """Whether these are sequences of their own, of ids or labels, that need padding."""
-    if not names.tokens or not (key in (names.tokens, "labels") or key.endswith("input_ids")):
-        return False
-    return bool(_lengths(column)) and not _are_even(column)
-
-
 def _are_even(ids: Sequence[Tensor]) -> bool:
     """Whether samples need no padding: one length, and not 0, which few models can run."""
     return len({len(sample) for sample in ids}) == 1 and len(ids[0]) > 0
@@ -253,17 +256,14 @@ def _are_even(ids: Sequence[Tensor]) -> bool:
 
 def _lengths(column: Sequence[Any]) -> list[int]:
     """Of values that are all [T], their T; else none."""
-    if not all(isinstance(value, Tensor) and value.ndim == 1 for value in column):
-        return []
-    return [len(value) for value in column]
+    is_flat = all(isinstance(value, Tensor) and value.ndim == 1 for value in column)
+    return [len(value) for value in column] if is_flat else []
 
 
-def _pad(column: Sequence[Tensor], fill: int) -> Tensor:
+def _pad(column: list[Tensor], fill: int) -> Tensor:
     """Stack values [T] into [B, the largest T, at least 1]."""
-    out = column[0].new_full((len(column), max(1, *map(len, column))), fill)
-    for row, value in zip(out, column, strict=True):
-        row[: len(value)] = value
-    return out
+    padded = pad_sequence(column, batch_first=True, padding_value=fill)
+    return padded if padded.shape[1] else padded.new_full((len(column), 1), fill)
 
 
 def _stack(values: Sequence[Any], name: str) -> Any:
@@ -306,35 +306,33 @@ def _numbers(value: Any) -> Any:
 
 
 def _checksum(inputs: Any, crc: int = 0) -> int:
-    for leaf in _leaves(inputs):
-        if isinstance(leaf, Tensor):
-            crc = zlib.crc32(f"{leaf.dtype} {list(leaf.shape)}".encode(), crc)
-            crc = zlib.crc32(as_bytes(leaf), crc)
-        else:
-            crc = zlib.crc32(_plain(leaf), crc)
-    return crc
+    """CRC-32 of all numbers and texts in nested inputs; InterpError where something has no known value."""
+    return zlib.crc32(json.dumps(inputs, sort_keys=True, default=_plain).encode(), crc)
 
 
-def _plain(value: Any) -> bytes:
-    """The same for the same value in each process; InterpError where that is not known."""
-    if isinstance(value, str | bytes):
-        return b"text" + value.encode() if isinstance(value, str) else b"bytes" + value
+def _plain(value: Any) -> Any:
+    """What JSON can say of a value, the same in each process."""
+    if isinstance(value, Tensor):
+        return ["tensor", str(value.dtype), list(value.shape), zlib.crc32(as_bytes(value))]
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
     if isinstance(value, set | frozenset):
-        return b"set" + b",".join(sorted(map(_plain, value)))
-    if value is None or isinstance(value, bool | int | float | complex):
-        return repr(value).encode()
+        return ["set", *sorted(json.dumps(item, sort_keys=True, default=_plain) for item in value)]
+    if isinstance(value, bytes | complex):
+        return [type(value).__name__, repr(value)]
     raise InterpError(
         f"a sample holds a {type(value).__name__}, which cannot be compared with that of another call; "
         "expected texts, numbers, and sets, lists and mappings of them: leave it out, or give out=None"
     )
 
 
-def _leaves(inputs: Any) -> Iterator[Any]:
-    """Tensors, texts and other things in nested mappings, tuples, lists and arrays."""
-    inputs = inputs.tolist() if isinstance(inputs, np.ndarray | np.generic) else inputs
+def leaves(inputs: Any) -> Iterator[Any]:
+    """What is in nested mappings, tuples and lists."""
     if isinstance(inputs, Mapping | tuple | list):
-        for item in inputs if not isinstance(inputs, Mapping) else (inputs[key] for key in sorted(inputs)):
-            yield from _leaves(item)
+        for item in inputs.values() if isinstance(inputs, Mapping) else inputs:
+            yield from leaves(item)
     else:
         yield inputs
 
@@ -350,28 +348,3 @@ def _cut(inputs: Any, size: int, samples: slice) -> Any:
             return None
         return dict(zip(inputs, cut, strict=True)) if isinstance(inputs, Mapping) else tuple(cut)
     return inputs[samples] if isinstance(inputs, list) and len(inputs) == size else None
-
-
-def _size(inputs: Any, number: int) -> int:
-    for tensor in _leaves(inputs):
-        if isinstance(tensor, Tensor) and tensor.ndim:
-            return len(tensor)
-    raise InterpError(
-        f"batch {number} is a {type(inputs).__name__} without a tensor; expected one [samples, ...]"
-    )
-
-
-class _Columns:
-    """Samples of a mapping from entry to [samples, ...]."""
-
-    def __init__(self, columns: Mapping[str, Any]) -> None:
-        self._columns = dict(columns)
-        lengths = {key: len(column) for key, column in self._columns.items()}
-        if len(set(lengths.values())) > 1:
-            raise InterpError(f"the columns of the dataset have lengths {lengths}; expected one length")
-
-    def __len__(self) -> int:
-        return len(next(iter(self._columns.values()), ()))
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {key: column[index] for key, column in self._columns.items()}

@@ -1,22 +1,32 @@
-"""How are extracted activations read?"""
+"""How are extracted activations read, and written once more for other tools?
+
+The bytes of an export depend on the rows alone: no clock, no file system order.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import zipfile
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from forge_interp.errors import InterpError
-from forge_interp.extraction.export import export
-from forge_interp.extraction.folder import INDEX, Parts
-from forge_interp.extraction.run.parts import ROW_COLUMNS, Column, is_site
+from forge_interp.errors import InterpError, optional
+from forge_interp.extraction.folder import Parts
+from forge_interp.extraction.run.parts import (
+    ROW_COLUMNS,
+    Column,
+    as_bytes,
+    dtype_name,
+    is_site,
+    replacing,
+    write_safetensors,
+)
 from forge_interp.hooks.sites import key_of
 
 
@@ -53,14 +63,7 @@ class ActivationStore(Mapping[str, Tensor]):
         if self.path is None:
             sites = [name for name in self._held if is_site(name)]
             return {"sites": sites, "rows": len(next(iter(self._held.values())))}
-        index = self._parts.index
-        if index is None:
-            raise InterpError(_absent(self.path, self._parts))
-        for number, part in enumerate(index["parts"]):
-            path = self._parts.path(number)
-            if not path.is_file() or path.stat().st_size != part["bytes"]:
-                raise InterpError(f"{path} is missing or damaged: call the extraction again")
-        return index
+        return self._parts.whole()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -78,8 +81,7 @@ class ActivationStore(Mapping[str, Tensor]):
         if self.path is None:
             return [Column(name, rows.dtype, tuple(rows.shape[1:])) for name, rows in self._held.items()]
         dtypes, shapes = self.metadata["dtypes"], self.metadata["shapes"]
-        kept = sorted(name for name in dtypes if not is_site(name) and name not in ROW_COLUMNS)
-        names = (*self.sites, *ROW_COLUMNS, *kept)
+        names = dict.fromkeys([*self.sites, *ROW_COLUMNS, *sorted(dtypes)])
         return [Column(name, getattr(torch, dtypes[name]), tuple(shapes[name])) for name in names]
 
     @cached_property
@@ -112,9 +114,12 @@ class ActivationStore(Mapping[str, Tensor]):
 
     def read(self, site: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return rows [start, stop) of a site, which costs no more memory than these rows."""
-        return self._read(
-            key_of(site, self.sites), start, self.rows if stop is None else min(stop, self.rows)
-        )
+        stop = self.rows if stop is None else min(stop, self.rows)
+        return self._read(key_of(site, self.sites), start, stop)
+
+    def blocks(self, column: Column) -> Iterator[Tensor]:
+        """All rows of one of the `columns` in pieces of a few MiB."""
+        return (self._read(column.name, start, stop) for start, stop in column.blocks(self.rows))
 
     def batches(self, rows: int = 4096) -> Iterator[dict[str, Tensor]]:
         """Read all sites in slices {site: [<= rows, ...]}, in order: `moments.update(batch)` takes them."""
@@ -128,23 +133,22 @@ class ActivationStore(Mapping[str, Tensor]):
 
         NumPy knows no bfloat16: its bits are stored as uint16, except in `.safetensors`.
         """
-        export(self, Path(path))
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(part["rows"] for part in self.metadata["parts"]))
+        path = Path(path)
+        if path.suffix not in _WRITERS:
+            raise InterpError(f"path is {str(path)!r}; expected a name that ends in {', '.join(_WRITERS)}")
+        _WRITERS[path.suffix](self, path)
 
     def _read(self, name: str, start: int, stop: int) -> Tensor:
         if self.path is None:
             return self._held[name][start:stop]
-        pieces = []
-        number = bisect_right(self._ends, start)
-        while start < stop:
-            before = self._ends[number - 1] if number else 0
-            end = min(stop, self._ends[number])
-            with safe_open(self._parts.path(number), "pt") as file:
-                pieces.append(file.get_slice(name)[start - before : end - before])
-            start, number = end, number + 1
+        pieces, end = [], 0
+        for number, part in enumerate(self.metadata["parts"]):
+            first, end = end, end + part["rows"]
+            if first >= stop:
+                break
+            if start < end:
+                with safe_open(self._parts.path(number), "pt") as file:
+                    pieces.append(file.get_slice(name)[max(start - first, 0) : stop - first])
         if not pieces:
             column = next(column for column in self.columns if column.name == name)
             return torch.empty(0, *column.shape, dtype=column.dtype)
@@ -163,13 +167,64 @@ class ActivationStore(Mapping[str, Tensor]):
         return f"ActivationStore({str(self.path)!r})"
 
 
-def _absent(path: Path, parts: Parts) -> str:
-    if path.is_file() or (path.is_dir() and not parts.numbers()):
-        return f"{path} has no {INDEX}; expected a folder that extract_representations wrote"
-    if not path.is_dir():
-        return f"{path} does not exist; expected what extract_representations wrote"
-    missing = parts.missing()
-    if missing == []:
-        return f"{path} is not whole yet; all parts are there: call finish_extraction"
-    some = "more parts" if missing is None else f"parts {', '.join(map(str, missing[:8]))}"
-    return f"{path} is not whole yet: it waits for {some}; run the extraction again to go on"
+def _safetensors(store: ActivationStore, path: Path) -> None:
+    blocks = store.blocks
+    write_safetensors(path, store.columns, store.rows, lambda c: map(as_bytes, blocks(c)), store.metadata)
+
+
+def _npz(store: ActivationStore, path: Path) -> None:
+    with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for column in store.columns:
+            info = zipfile.ZipInfo(f"{_file_name(column)}.npy", date_time=(1980, 1, 1, 0, 0, 0))
+            with archive.open(info, "w", force_zip64=True) as member:
+                _write_array(member, store, column)
+
+
+def _npy(store: ActivationStore, path: Path) -> None:
+    if len(store.sites) != 1:
+        raise InterpError(
+            f"a single .npy file for {len(store.sites)} sites ({', '.join(store.sites[:4])}, ...); expected "
+            "one: take .npz, .safetensors or .zarr"
+        )
+    with replacing(path) as file:
+        _write_array(file, store, store.columns[0])
+
+
+def _write_array(file: Any, store: ActivationStore, column: Column) -> None:
+    kind = np.lib.format.dtype_to_descr(_dtype(column))
+    fields = {"descr": kind, "fortran_order": False, "shape": (store.rows, *column.shape)}
+    np.lib.format.write_array_header_1_0(file, fields)
+    for block in store.blocks(column):
+        file.write(as_bytes(block))
+
+
+def _zarr(store: ActivationStore, path: Path) -> None:
+    group = optional("zarr", "an export to .zarr", "zarr").open_group(path, mode="w")
+    group.attrs["forge_interp"] = store.metadata
+    for column in store.columns:
+        step = next(iter(column.blocks(store.rows)), (0, 1))[1]
+        shape, chunks = (store.rows, *column.shape), (step, *(max(1, size) for size in column.shape))
+        array = group.create_array(_file_name(column), shape=shape, dtype=_dtype(column), chunks=chunks)
+        array.attrs["dtype"] = dtype_name(column.dtype)
+        for (start, stop), block in zip(column.blocks(store.rows), store.blocks(column), strict=True):
+            array[start:stop] = _as_numpy(block)
+
+
+def _file_name(column: Column) -> str:
+    """The name with the one character escaped that no file name can hold."""
+    return column.name.replace("%", "%25").replace("/", "%2F")
+
+
+def _dtype(column: Column) -> np.dtype:
+    return _as_numpy(torch.empty(0, dtype=column.dtype)).dtype
+
+
+def _as_numpy(values: Tensor) -> np.ndarray:
+    """The same numbers; of what NumPy does not know, the bits."""
+    bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+    return values.view(bits.get(values.dtype, values.dtype)).numpy()
+
+
+_WRITERS = {".npz": _npz, ".safetensors": _safetensors, ".zarr": _zarr, ".npy": _npy}
+ENDINGS = tuple(_WRITERS)
+"""Of the files that `export` writes."""

@@ -50,29 +50,26 @@ class Activations(BySite):
         super().__init__()
         self.gradients = BySite()
         self.skipped: dict[str, str] = {}
-        self._options = options
+        self._options, self._spread = options, Spread(model)
         self._fired: set[str] = set()
         self._seen: set[str] = set()  # patterns
-        self._spread = Spread(model)
-        self._patterns: dict[str, list[str]] = {}
-        for pattern, sites in found.items():
-            for site in sites:
-                self._patterns.setdefault(str(site), []).append(pattern)
-        self._exact = {str(site) for p, sites in found.items() for site in sites if Site.parse(p) == site}
-        self._unchecked = {s.module for sites in found.values() for s in sites if options.check != "nothing"}
+        self._is_in_pass: Callable[[nn.Module], bool] = lambda module: True
+        self._patterns: dict[str, list[str]] = {}  # that name a site
+        sites = {str(site): site for of_pattern in found.values() for site in of_pattern}
+        for pattern, site in ((pattern, site) for pattern, of in found.items() for site in of):
+            self._patterns.setdefault(str(site), []).append(pattern)
+        self._exact = {name for name, site in sites.items() if site in map(Site.parse, self._patterns[name])}
+        self._unchecked = {site.module for site in sites.values() if options.check != "nothing"}
         modules = named_modules(model)
         self._objects = {id(module): name for name, module in modules.items()}
-        self._is_in_pass: Callable[[nn.Module], bool] = lambda module: True
-        sites = {str(site): site for of_pattern in found.values() for site in of_pattern}
-        self._taps = [self._tap(name, site, modules[site.module]) for name, site in sites.items()]
+        phase = Phase.BEFORE_EDITS if options.before_edits else Phase.AFTER_EDITS
+        self._taps: list[Tap] = []
+        for name, site in sites.items():
+            skip = None if name in self._exact else partial(self._skip, name)
+            self._taps.append(Tap(site, modules[site.module], partial(self._take, name), phase, self, skip))
         self._keys = frozenset(map(canonical, sites))
         self._awaited, self._is_exact = frozenset(sites), False
         self.begin_pass()
-
-    def _tap(self, name: str, site: Site, module: nn.Module) -> Tap:
-        phase = Phase.BEFORE_EDITS if self._options.before_edits else Phase.AFTER_EDITS
-        skip = None if name in self._exact else partial(self._skip, name)
-        return Tap(site, module, partial(self._take, name), phase, self, skip)
 
     def __getitem__(self, site: str | nn.Module) -> Tensor:
         site = site if isinstance(site, str) else self._objects.get(id(site), "?")
@@ -108,10 +105,6 @@ class Activations(BySite):
         self._awaited, self._is_exact = frozenset(canonical(key) for key in keys), True
         self.begin_pass()
 
-    def _forget_model(self) -> None:
-        """Values may be kept for longer than the model."""
-        self._taps, self._is_in_pass = [], lambda module: True
-
     def begin_pass(self) -> None:
         """A forward pass of the model begins."""
         self._remaining = set(self._awaited)
@@ -135,7 +128,8 @@ class Activations(BySite):
     def _take(self, tapped: str, site: Site, module: nn.Module, value: Any) -> Tensor | None:
         """Keep a copy of a value; with gradients, what the model goes on with in its place."""
         key, replacement, followed, options = str(site), None, None, self._options
-        self._seen.update(self._patterns[tapped])
+        patterns = self._patterns[tapped]
+        self._seen.update(patterns)
         if is_transformed(value.output if isinstance(value, AttentionCall) else value):
             raise InterpError(
                 f"site {key!r} holds a tensor of torch.func; call the model outside of vmap, grad, jvp"
@@ -147,15 +141,15 @@ class Activations(BySite):
         if options.grad:
             value, replacement = self._follow(value, module, site, tapped not in self._exact)
         kept = self._spread.full(value.detach(), module, site, followed)
-        for pattern in [p for p in self._patterns[tapped] if p in options.select][:1]:
-            kept = options.select[pattern](kept)
+        select = next((options.select[pattern] for pattern in patterns if pattern in options.select), None)
+        kept = kept if select is None else select(kept)
         if not isinstance(kept, Tensor):
             raise InterpError(f"select of {key!r} gave {type(kept).__name__}, expected a tensor")
         self._fired.add(key)
         if options.sink is None:
             # Scores and what follows from them were made for this capture: nothing changes them later.
             is_own = site.part == "attn" and site.path[0] not in TENSORS and not options.grad
-            is_own &= not kept.is_inference() and not any(p in options.select for p in self._patterns[tapped])
+            is_own &= not kept.is_inference() and select is None
             self._values[key] = options.offload.kept(kept) if is_own else options.offload.copy(kept)
         else:
             options.offload.send(kept, partial(options.sink, key))
@@ -216,15 +210,16 @@ class Activations(BySite):
     def _verify(self, model: nn.Module) -> None:
         named = dict.fromkeys(pattern for patterns in self._patterns.values() for pattern in patterns)
         missing = [pattern for pattern in named if pattern not in self._seen]
+        if not missing:
+            return
         why = (
             "the module did not run inside the with (passed over are ModuleLists, calls of .forward, and "
             "what is in a traced or exported program)"
         )
         if any(Site.parse(p).part == "attn" for p in missing):
             why += f", or it does not call {not_called(model)}"
-        if missing:
-            why = next(iter(self.skipped.values()), why)
-            raise InterpError(f"captured nothing at {', '.join(map(repr, missing))}: {why}")
+        why = next(iter(self.skipped.values()), why)
+        raise InterpError(f"captured nothing at {', '.join(map(repr, missing))}: {why}")
 
 
 def by_pattern(select: Select | Mapping[str, Select] | None, patterns: Iterable[str]) -> dict[str, Select]:
@@ -288,7 +283,7 @@ def capture(
     )
     acts = Activations(model, found, options)
     with ExitStack() as stack:
-        stack.callback(acts._forget_model)
+        stack.callback(vars(acts).update, _taps=[], _is_in_pass=None)  # values may outlive the model
         stack.enter_context(attached(acts._taps))
         if stop or sink is not None:
             acts._is_in_pass = stack.enter_context(passes_of(named_modules(model)[""], acts))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,9 +37,8 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
     """
     check_kind("edits", edits, Mapping, "a mapping from sites to functions")
     for site, change in edits.items():
-        check_kind(
-            f"the edit of {site!r:.60}", change, Callable, "a function of the value, such as patch(0.0)"
-        )
+        name = f"the edit of {site!r:.60}"
+        check_kind(name, change, Callable, "a function of the value, such as patch(0.0)")
     found = find_sites(model, edits)
     edits = dict(zip(found, edits.values(), strict=True))
     modules, spread = named_modules(model), Spread(model)
@@ -48,30 +48,27 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
     def note_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         masks[-1] = attention_mask(module, args, kwargs)
 
-    def tap(pattern: str, site: Site) -> Tap:
+    def act(pattern: str, at: Site, module: nn.Module, value: Any) -> Tensor:
+        reached.add(pattern)
+        if spread.is_partial(value, module, at):
+            raise InterpError(
+                f"edit of {str(at)!r}: tensor parallelism leaves only a part of it on this rank; edit a site "
+                "that is whole, such as the output of the block, or use one rank"
+            )
+        change = edits[pattern]
+        new = change(value, at, masks[-1]) if isinstance(change, MeanAblation) else change(value)
+        if new is None:
+            raise InterpError(f"edit of {str(at)!r} gave None, expected a tensor like the value")
+        is_copy = new is value or getattr(change, "__module__", None) == __name__  # as of patch and its like
+        is_kept = at.part != "attn" or at.path[0] not in DENSE  # what the model may change in place
+        return new.clone() if is_kept and isinstance(new, Tensor) and not is_copy else new
+
+    taps = []
+    for pattern, site in ((name, site) for name, sites in found.items() for site in sites):
         if site.part == "attn" and ".".join(site.path) not in ATTENTION_TENSORS:
             raise InterpError(f"edit of {pattern!r}: a statistic cannot be edited; edit attn.pattern")
-
-        def act(at: Site, module: nn.Module, value: Any) -> Tensor:
-            reached.add(pattern)
-            if spread.is_partial(value, module, at):
-                raise InterpError(
-                    f"edit of {str(at)!r}: tensor parallelism leaves only a part of it on this rank; edit a "
-                    "site that is whole, such as the output of the block, or use one rank"
-                )
-            change = edits[pattern]
-            new = change(value, at, masks[-1]) if isinstance(change, MeanAblation) else change(value)
-            if new is None:
-                raise InterpError(f"edit of {str(at)!r} gave None, expected a tensor like the value")
-            is_new = (
-                new is value or getattr(change, "__module__", None) == __name__
-            )  # patch and its like copy
-            is_kept = at.part != "attn" or at.path[0] not in DENSE  # what the model may change in place
-            return new.clone() if is_kept and isinstance(new, Tensor) and not is_new else new
-
-        return Tap(site, modules[site.module], act, Phase.EDIT, reached, edit=edits[pattern])
-
-    taps = [tap(pattern, site) for pattern in found for site in found[pattern]]
+        run = partial(act, pattern)
+        taps.append(Tap(site, modules[site.module], run, Phase.EDIT, reached, edit=edits[pattern]))
     with ExitStack() as stack:
         if any(isinstance(change, MeanAblation) and change.needs_mask for change in edits.values()):
             stack.callback(modules[""].register_forward_pre_hook(note_mask, with_kwargs=True).remove)
@@ -161,7 +158,16 @@ def ablate(
         raise InterpError(f"ablate({how!r}, mean=...) would not use the mean; expected ablate('mean', ...)")
     if how == "zero":
         return patch(0.0, where)
-    return lambda old: _put_row(old, where, _derangement(len(old), seed).to(old.device))
+
+    def resample(old: Tensor) -> Tensor:
+        if len(old) < 2:
+            raise InterpError("ablate('resample') of a batch of one; expected at least two samples")
+        order = torch.randperm(len(old), generator=torch.Generator().manual_seed(seed)).to(old.device)
+        taken = torch.empty_like(order).index_put((order,), order.roll(1))  # one cycle: nobody stays in place
+        with fitting(old, f"ablate('resample', where={where!r})"):
+            return _put(old, where, old[taken][where])
+
+    return resample
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,12 +201,12 @@ class MeanAblation:
         dims = self.over if self.over is not None else mean_dims(old, site)
         if not dims:
             return old
-        name, mask = ("keep", self.keep) if self.keep is not None else ("attention_mask", attention_mask)
-        if mask is not None and (name == "keep" or not bool(mask.all())):
-            picked = picked & real_positions(old, dims, mask, name)
-        weight = picked.to(old.dtype)
-        count = weight.sum(dims, keepdim=True)
-        mean = (old * weight).sum(dims, keepdim=True) / count
+        if self.keep is not None:
+            picked = picked & real_positions(old, dims, self.keep, "keep")
+        elif attention_mask is not None and not bool(attention_mask.all()):
+            picked = picked & real_positions(old, dims, attention_mask, "attention_mask")
+        count = picked.sum(dims, keepdim=True)
+        mean = (old * picked).sum(dims, keepdim=True) / count
         return torch.where(count > 0, mean, old)
 
 
@@ -223,26 +229,26 @@ def real_positions(value: Tensor, dims: tuple[int, ...], mask: Tensor, name: str
     Rows [R, ...], of tokens or samples in an order that is not known, have a mask [R] of their own. Raises
     InterpError: which places of the value are padding is not known.
     """
+    shape = [1] * value.ndim
     if value.ndim < 3 or 0 not in dims:
         if bool(mask.all()):
             return torch.ones((), dtype=torch.bool, device=value.device)
-        if 0 in dims and mask.shape == value.shape[:1]:
-            return mask.to(value.device).bool().reshape(-1, *[1] * (value.ndim - 1))
-        raise InterpError(
-            f"{name} is {list(mask.shape)}, for a value {list(value.shape)}: it is unknown which rows are "
-            f"padding; expected a mask of its rows: give keep= [{len(value)}], for tokens in their order "
-            "attention_mask.flatten(), or leave padding out of the batch"
-        )
-    batch, positions = dims[0], dims[-1] if len(dims) > 1 else 2
-    sizes = value.shape[batch], value.shape[positions]
-    mask = mask[:, -1:] if sizes[1] == 1 else mask
-    if tuple(mask.shape) != sizes:
-        raise InterpError(
-            f"{name} is {list(mask.shape)}; expected {list(sizes)}, batch and positions of a value "
-            f"{list(value.shape)}: give keep="
-        )
-    shape = [1] * value.ndim
-    shape[batch], shape[positions] = sizes
+        if 0 not in dims or mask.shape != value.shape[:1]:
+            raise InterpError(
+                f"{name} is {list(mask.shape)}, for a value {list(value.shape)}: it is unknown which rows "
+                f"are padding; expected a mask of its rows: give keep= [{len(value)}], for tokens in their "
+                "order attention_mask.flatten(), or leave padding out of the batch"
+            )
+        shape[0] = len(value)
+    else:
+        batch, positions = dims[0], dims[-1] if len(dims) > 1 else 2
+        shape[batch], shape[positions] = sizes = value.shape[batch], value.shape[positions]
+        mask = mask[:, -1:] if sizes[1] == 1 else mask
+        if tuple(mask.shape) != sizes:
+            raise InterpError(
+                f"{name} is {list(mask.shape)}; expected {list(sizes)}, batch and positions of a value "
+                f"{list(value.shape)}: give keep="
+            )
     return mask.to(value.device).bool().reshape(shape)
 
 
@@ -252,18 +258,3 @@ def _put(old: Tensor, where: Any, new: Tensor | float) -> Tensor:
     with fitting(old, f"{shape} in place of old[{where!r}]"):
         changed[where] = torch.as_tensor(new).to(old)
     return changed
-
-
-def _put_row(old: Tensor, where: Any, order: Tensor) -> Tensor:
-    with fitting(old, f"ablate('resample', where={where!r})"):
-        return _put(old, where, old[order][where])
-
-
-def _derangement(size: int, seed: int) -> Tensor:
-    """A random cycle through all samples: nobody stays in place."""
-    if size < 2:
-        raise InterpError("ablate('resample') of a batch of one; expected at least two samples")
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
-    taken = torch.empty_like(order)
-    taken[order] = order.roll(1)
-    return taken

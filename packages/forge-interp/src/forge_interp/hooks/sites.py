@@ -130,17 +130,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def name_of(model: nn.Module, site: str | nn.Module) -> str:
-    """A site as text; a module object stands for its output. InterpError if it is none of the model."""
-    if isinstance(site, str):
-        return site
-    check_kind("a site", site, nn.Module, "a text such as 'layers.*:out', or a module")
-    for name, module in named_modules(model).items():
-        if module is site or unwrapped(module) is site:
-            return f"{name}:out"
-    raise InterpError(f"a {type(site).__name__} is no module of this {type(model).__name__}; expected one")
-
-
 def find_sites(
     model: nn.Module, patterns: str | nn.Module | Iterable[str | nn.Module]
 ) -> dict[str, list[Site]]:
@@ -149,16 +138,18 @@ def find_sites(
     Raises InterpError: a pattern names no module; lists near misses.
     """
     check_kind("model", model, nn.Module, "an nn.Module")
-    modules = named_modules(model)
-    found = {}
-    alone = isinstance(patterns, str | nn.Module)
     check_kind("sites", patterns, (str, nn.Module, Iterable), "texts such as 'layers.*:out', or modules")
-    for pattern in (name_of(model, p) for p in ([patterns] if alone else patterns)):
+    modules, found = named_modules(model), {}
+    for given in [patterns] if isinstance(patterns, str | nn.Module) else patterns:
+        pattern = given if isinstance(given, str) else _name_of(modules, given)
         site = Site.parse(pattern)
         names = [site.module] if site.module in modules else []
         names = names or [name for name in modules if _fits(_parts(site.module), _parts(name))]
         if not names:
-            raise InterpError(_no_module(pattern, site.module, modules, type(model).__name__))
+            near = _near(site.module, modules)
+            raise InterpError(
+                f"site {pattern!r} names no module of {type(model).__name__}; did you mean {near}?"
+            )
         found[pattern] = [replace(site, module=name) for name in names]
     if not found:
         raise InterpError("no sites were given; expected at least one, such as 'layers.*:out'")
@@ -168,6 +159,16 @@ def find_sites(
 def resolve(model: nn.Module, sites: str | nn.Module | Iterable[str | nn.Module]) -> dict[str, list[str]]:
     """The sites that each pattern names, without a run; InterpError where one names no module."""
     return {pattern: [str(site) for site in found] for pattern, found in find_sites(model, sites).items()}
+
+
+def _name_of(modules: Mapping[str, nn.Module], given: nn.Module) -> str:
+    """The output of a module as text; InterpError if it is none of these."""
+    check_kind("a site", given, nn.Module, "a text such as 'layers.*:out', or a module")
+    for name, module in modules.items():
+        if module is given or unwrapped(module) is given:
+            return f"{name}:out"
+    owner = type(modules[""]).__name__
+    raise InterpError(f"a {type(given).__name__} is no module of this {owner}; expected one")
 
 
 def _parts(name: str) -> list[str]:
@@ -183,10 +184,10 @@ def _fits(pattern: list[str], name: list[str]) -> bool:
     return bool(name) and fnmatchcase(name[0], pattern[0]) and _fits(pattern[1:], name[1:])
 
 
-def _no_module(pattern: str, module: str, modules: Iterable[str], model: str) -> str:
-    """What to say when nothing fits: the most similar names, numbers folded to `*`."""
+def _near(module: str, modules: Iterable[str]) -> str:
+    """The most similar names, numbers folded to `*`."""
     kinds = sorted({re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules if name})
     last = module.rpartition(".")[2]
     near = get_close_matches(module, kinds, n=4, cutoff=0.5)
     near += [kind for kind in kinds if last and last in kind.rpartition(".")[2] and kind not in near][:4]
-    return f"site {pattern!r} names no module of {model}; did you mean {', '.join(near or kinds[:20])}?"
+    return ", ".join(near or kinds[:20])

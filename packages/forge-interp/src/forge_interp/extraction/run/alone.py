@@ -6,7 +6,7 @@ rows are compared with those that it has in its batch. Letters: T tokens, R rows
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,17 @@ class Alone:
     def compare(self, site: str, padded: Tensor) -> None:
         """Raise InterpError where rows [R, ...] of the sample in its batch are others than alone."""
         alone = self.rows[site]
-        worst = _difference(alone, _without_padding(padded, self.keep, alone.shape))
-        if worst <= _TOLERANCES.get(alone.dtype, _NARROW_TOLERANCE):
-            return
-        raise InterpError(
-            f"sample {self.sample.first} has at {site} other rows alone than beside longer samples, by "
-            f"{worst:.2g} of their size; expected rows that do not depend on padding: the model does not use "
-            "the mask, or not everywhere: give samples of one length, batch_size=1, or a forward= that masks"
-        )
+        for dim in range(1, padded.ndim):  # features may be positions, such as keys of attention
+            if padded.shape[dim] == len(self.keep) and alone.shape[dim] == int(self.keep.sum()):
+                padded = padded.index_select(dim, self.keep.nonzero()[:, 0])
+        worst = _difference(alone, padded)
+        if worst > _TOLERANCES.get(alone.dtype, _NARROW_TOLERANCE):
+            raise InterpError(
+                f"sample {self.sample.first} has at {site} other rows alone than beside longer samples, by "
+                f"{worst:.2g} of their size; expected rows that do not depend on padding: the model does not "
+                "use the mask, or not everywhere: give samples of one length, batch_size=1, or a forward= "
+                "that masks"
+            )
 
 
 def unpadded(batch: Batch, names: Names) -> tuple[Batch, Tensor] | None:
@@ -54,36 +57,24 @@ def unpadded(batch: Batch, names: Names) -> tuple[Batch, Tensor] | None:
     cut = batch.cut(one, one + 1)
     if cut is None or not 0 < int(counts[one]) < len(keep):
         return None
-    inputs = {key: _trimmed(key, value, cut, names, len(keep)) for key, value in cut.items()}
+    masks = _masks(cut, names)
+    inputs = {}
+    for key, value in cut.items():
+        prefix = max((p for p in masks if key.startswith(p)), key=len, default=None)
+        mask = None if prefix is None else cut.get(masks[prefix])
+        is_long = isinstance(value, Tensor) and value.ndim in (2, 3) and value.shape[1] == len(keep)
+        if is_long and mask is not None and len(mask[0]) == len(keep):
+            value = value[:, mask[0].bool().to(value.device)]
+        inputs[key] = value
     return Batch.of(inputs, names, batch.number, batch.first + one), keep
 
 
-def _trimmed(key: str, value: Any, inputs: Mapping[str, Any], names: Names, longest: int) -> Any:
-    """An entry [1, T] or [1, T, D] without its padding, by the mask of the ids that its name begins like."""
-    if not isinstance(value, Tensor) or value.ndim not in (2, 3) or value.shape[1] != longest:
-        return value
-    assert names.mask is not None  # or the batch would have none
-    of = {ending: _beginnings(inputs, ending) for ending in ("attention_mask", "input_ids")}
-    masks = of["attention_mask"] | {
-        next(iter(_beginnings([names.tokens or ""], "input_ids")), ""): names.mask
-    }
-    prefix = max((p for p in {**of["input_ids"], **masks} if key.startswith(p)), key=len, default=None)
-    if prefix not in masks or len(keep := inputs[masks[prefix]][0].bool()) != longest:
-        return value
-    return value[:, keep.to(value.device)]
-
-
-def _beginnings(names: Iterable[str], ending: str) -> dict[str, str]:
-    """What stands in front of an ending, `decoder_` or nothing, and the whole name."""
-    return {name.removesuffix(ending): name for name in names if name.endswith(ending)}
-
-
-def _without_padding(rows: Tensor, keep: Tensor, shape: torch.Size) -> Tensor:
-    """Rows whose features are positions, such as attention keys, without padding positions."""
-    for dim in range(1, rows.ndim):
-        if rows.shape[dim] == len(keep) and shape[dim] == int(keep.sum()):
-            rows = rows.index_select(dim, keep.nonzero()[:, 0])
-    return rows
+def _masks(inputs: Mapping[str, Any], names: Names) -> dict[str, str]:
+    """The name of the mask of entries by what their names begin with, such as `decoder_`, or nothing."""
+    endings, tokens = ("input_ids", "attention_mask"), names.tokens or ""
+    prefixes = {key.removesuffix(e) for e in endings for key in inputs if key.endswith(e)}
+    of_tokens = tokens.removesuffix("input_ids") if tokens.endswith("input_ids") else ""
+    return {prefix: f"{prefix}attention_mask" for prefix in prefixes} | {of_tokens: names.mask or ""}
 
 
 def _difference(alone: Tensor, padded: Tensor) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
-from forge_interp.extraction.samples import Batch, Names
+from forge_interp.extraction.samples import Batch, Names, leaves
 from forge_interp.hooks.sites import find_sites, named_modules
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -58,15 +58,12 @@ class Feeder:
         ids = self._names.tokens
         if ids in numbers and ids not in kwargs:
             return [numbers[ids]], kwargs
-        if not kwargs and len(numbers) == 1:
-            return list(numbers.values()), {}
-        if not kwargs:
-            raise InterpError(
-                f"the samples have {', '.join(map(repr, inputs))}, the model takes "
-                f"{', '.join(sorted(self._named))}; expected a common name: rename the entries, or "
-                "give forward="
-            )
-        return [], kwargs
+        if kwargs or len(numbers) == 1:
+            return ([], kwargs) if kwargs else (list(numbers.values()), {})
+        raise InterpError(
+            f"the samples have {', '.join(map(repr, inputs))}, the model takes "
+            f"{', '.join(sorted(self._named))}; expected a common name: rename the entries, or give forward="
+        )
 
 
 def rows_of_others(model: nn.Module, patterns: Iterable[str], tokens: str | None) -> dict[str, str]:
@@ -90,10 +87,8 @@ def rows_of_others(model: nn.Module, patterns: Iterable[str], tokens: str | None
     }
 
 
-def _has_numbers(value: Any) -> bool:
-    if isinstance(value, Mapping | tuple):
-        return all(map(_has_numbers, value.values() if isinstance(value, Mapping) else value))
-    return isinstance(value, Tensor)
+def _has_numbers(inputs: Any) -> bool:
+    return all(isinstance(leaf, Tensor) for leaf in leaves(inputs)) and not isinstance(inputs, list)
 
 
 def _to(inputs: Any, device: torch.device) -> Any:

@@ -7,7 +7,6 @@ from whatever cause a row is another one, it is seen in the rows, and no cause h
 from __future__ import annotations
 
 import functools
-import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from forge_interp.attention.placement import is_dtensor
 from forge_interp.extraction.run.parts import as_bytes, dtype_name
 from forge_interp.hooks.engine.sharding import is_unit
-from forge_interp.hooks.sites import named_modules
+from forge_interp.hooks.sites import named_modules, unwrapped
 
 _SUM_WIDTH = 1024
 _NUM_GROUPS = 32
@@ -36,23 +35,22 @@ def model_identity(model: nn.Module) -> dict[str, Any]:
     """
     for module in filter(is_unit, model.modules()):
         module.reshard()  # type: ignore[operator]  # what a forward pass left gathered may be cast
-    known: dict[Tensor, bytes] = {}  # of weights that modules share
+    checksum = functools.cache(_checksum)  # modules may share weights
     layout: list[Any] = []
-    sums: dict[str, list[bytes]] = {"weights": [], "buffers": []}
+    sums = {"weights": 0, "buffers": 0}
     count = 0
     for name, module in named_modules(model).items():
-        module = getattr(module, "_checkpoint_wrapped_module", module)
+        module = unwrapped(module)
         kind = type(module).__bases__[1] if is_unit(module) else type(module)  # FSDP2 puts one in front
         layout.append([name, kind.__qualname__, re.sub(r" at 0x[0-9a-f]+", "", module.extra_repr())])
         for held, tensors in (("weights", module._parameters), ("buffers", module._buffers)):
-            for key, tensor in tensors.items():
-                if tensor is not None:
-                    layout.append([name, key, list(tensor.shape), tensor.dtype])
-                    known[tensor] = known[tensor] if tensor in known else _checksum(tensor)
-                    sums[held].append(known[tensor])
-                    count += tensor.numel()
-    found = {key: _crc(b"".join(of_kind)) for key, of_kind in sums.items()}
-    return found | {"numbers": count, "class": layout[0][1], "layout": _crc(repr(layout).encode())}
+            for key, tensor in ((key, tensor) for key, tensor in tensors.items() if tensor is not None):
+                layout.append([name, key, list(tensor.shape), tensor.dtype])
+                sums[held] = zlib.crc32(checksum(tensor), sums[held])
+                count += tensor.numel()
+    found = {key: f"{crc:08x}" for key, crc in sums.items()}
+    crc = zlib.crc32(repr(layout).encode())
+    return found | {"numbers": count, "class": layout[0][1], "layout": f"{crc:08x}"}
 
 
 def names_of(functions: Any) -> Any:
@@ -67,7 +65,7 @@ def names_of(functions: Any) -> Any:
 
 def is_distributed(model: nn.Module) -> bool:
     """Whether this process holds only a part of the model, so that it must run together with others."""
-    return any(is_dtensor(parameter) for parameter in model.parameters())
+    return any(map(is_dtensor, model.parameters()))
 
 
 def digest(rows: Tensor) -> dict[str, Any]:
@@ -76,7 +74,7 @@ def digest(rows: Tensor) -> dict[str, Any]:
     Group g has the rows g, g + 32, ...; it has its norm, and its sum with fixed signs of rows and columns, so
     that their order counts.
     """
-    flat = rows.detach().reshape(len(rows), math.prod(rows.shape[1:]))
+    flat = rows.detach().reshape(len(rows), rows[:1].numel())
     of_rows, of_columns = (_signs(size).to(rows.device) for size in flat.shape)
     norms, sums = [], []
     for group in range(min(_NUM_GROUPS, len(flat))):
@@ -84,7 +82,7 @@ def digest(rows: Tensor) -> dict[str, Any]:
         norms.append(part.norm().item())
         sums.append((of_rows[group::_NUM_GROUPS] @ part @ of_columns).item())
     return {
-        "crc": _crc(as_bytes(rows)),
+        "crc": f"{zlib.crc32(as_bytes(rows)):08x}",
         "dtype": dtype_name(rows.dtype),
         "shape": list(rows.shape),
         "not_finite": int((~flat.isfinite()).sum()),
@@ -96,23 +94,6 @@ def digest(rows: Tensor) -> dict[str, Any]:
 def _signs(size: int) -> Tensor:
     """[size] float64 of 1 and -1, the same in each process."""
     return torch.randint(2, (size,), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
-
-
-def numerics() -> dict[str, Any]:
-    """Settings of torch that change numbers."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return {
-        "autocast": {kind: str(torch.get_autocast_dtype(kind)) for kind in kinds},
-        "matmul_precision": torch.get_float32_matmul_precision(),
-    }
-
-
-def machine_of(model: nn.Module) -> str:
-    """What computes the model: between two of the same, all bits of its outputs are the same."""
-    device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
 
 
 def is_same_but_for_rounding(first: Any, second: Any) -> bool:
@@ -131,19 +112,31 @@ def is_same_but_for_rounding(first: Any, second: Any) -> bool:
     )
 
 
-@functools.cache
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
-    return found[1] if found else torch.backends.cpu.get_cpu_capability()
+def numerics() -> dict[str, Any]:
+    """Settings of torch that change numbers."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return {
+        "autocast": {kind: str(torch.get_autocast_dtype(kind)) for kind in kinds},
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def machine_of(model: nn.Module) -> str:
+    """What computes the model: between two of the same, all bits of its outputs are the same."""
+    device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.*)$", info.read_text() if info.exists() else "", re.MULTILINE)
+    processor = found[1] if found else torch.backends.cpu.get_cpu_capability()
+    return f"{processor}, {torch.get_num_threads()} threads"
 
 
 def _checksum(tensor: Tensor) -> bytes:
     """Sums of all bits as integers, by rows and by columns of 1024, so that their order counts."""
-    return b"".join(_sums(plain) for plain in _plain(tensor.detach()))
+    return b"".join(
+        bytes(as_bytes(part)) for plain in _plain(tensor.detach()) for part in _sums(plain.flatten())
+    )
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
@@ -164,16 +157,9 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
-def _sums(whole: Tensor) -> bytes:
-    if not whole.numel():
-        return b""
-    raw = whole.flatten().view(torch.uint8)
-    square = 8 * _SUM_WIDTH * (len(raw) // (8 * _SUM_WIDTH))
-    table, rest = raw[:square], raw[square:]
-    table = table.clone() if table.storage_offset() % 8 else table
+def _sums(flat: Tensor) -> tuple[Tensor, ...]:
+    raw = flat.view(torch.uint8)
+    square = len(raw) - len(raw) % (8 * _SUM_WIDTH)
+    table = raw[:square].clone() if raw.storage_offset() % 8 else raw[:square]
     words = table.view(torch.int64).view(-1, _SUM_WIDTH)
-    return b"".join(bytes(as_bytes(part)) for part in (words.sum(0), words.sum(1), rest))
-
-
-def _crc(data: Any) -> str:
-    return f"{zlib.crc32(data):08x}"
+    return words.sum(0), words.sum(1), raw[square:]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forge_interp.errors import InterpError
@@ -35,21 +35,11 @@ BLOCK_BYTES = 4 << 20
 ROW_COLUMNS = ("sample_id", "position", "token_id")
 """Beside them, and sites, a store has the inputs that were kept, under their own names."""
 _SPOOL_BYTES = 16 << 20  # of a part that are held in memory; what is more waits in a file without a name
-_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_TYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+}  # fmt: skip
 
 
 def is_site(column: str) -> bool:
@@ -75,45 +65,43 @@ class Part(NamedTuple):
 
     path: Path
     columns: tuple[Column, ...]  # in the order in which the model computed them, the ids last
+    request: dict[str, Any]  # what was asked
     rows: int
     batches: int
     inputs: int  # CRC-32 of those of its batches
     crcs: list[int]  # of each column
-    request: dict[str, Any]  # what was asked
 
     @classmethod
     def read(cls, path: Path) -> Part | None:
         """None where there is no file, or it is cut or its header is damaged."""
         try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(length)) if length < size else {}
-            text = header.pop("__metadata__")["forge_interp"]
-            data = json.loads(text)
-            ends = [entry["data_offsets"][1] for entry in header.values()]
-            plain = text.replace(f'"crc":{data["crc"]},', "", 1)  # in front stand batches and columns alone
-            if data.pop("crc") != _crc_of(header, plain) or size != 8 + length + max(ends):
-                return None
-        except (FileNotFoundError, struct.error, ValueError, KeyError, AttributeError):
+            with safe_open(path, "pt") as file:
+                crc, text = json.loads((file.metadata() or {})["forge_interp"])
+        except (FileNotFoundError, SafetensorError, ValueError, KeyError, TypeError):
             return None
-        columns = tuple(
-            Column(name, _TYPES[header[name]["dtype"]], tuple(header[name]["shape"][1:]))
-            for name in data.pop("columns")
-        )
-        return cls(path, columns, **data)
+        if crc != zlib.crc32(text.encode()):
+            return None
+        data = json.loads(text)
+        columns = tuple(Column(name, getattr(torch, of), tuple(shape)) for name, of, shape in data["columns"])
+        return cls(path, **data | {"columns": columns, "request": json.loads(data["request"])})
 
     @property
     def is_intact(self) -> bool:
         """Whether all rows are those that were written; reads them."""
-        with safe_open(self.path, "pt") as file:
-            for column, expected in zip(self.columns, self.crcs, strict=True):
-                rows, crc = file.get_slice(column.name), 0
-                for start, stop in column.blocks(self.rows):
-                    crc = zlib.crc32(as_bytes(rows[start:stop]), crc)
-                if crc != expected:
-                    return False
-        return True
+        try:
+            with safe_open(self.path, "pt") as file:
+                return self.crcs == [self._crc(file.get_slice(c.name), c) for c in self.columns]
+        except SafetensorError:
+            return False
+
+    def _crc(self, rows: Any, column: Column) -> int | None:
+        crc = 0
+        for start, stop in column.blocks(self.rows):
+            block = rows[start:stop]
+            if (block.dtype, block.shape) != (column.dtype, (stop - start, *column.shape)):
+                return None
+            crc = zlib.crc32(as_bytes(block), crc)
+        return crc
 
 
 class PartWriter:
@@ -138,18 +126,15 @@ class PartWriter:
 
         Raises InterpError: their dtype is not storable, or the column has rows of this batch.
         """
-        column = Column(name, values.dtype, tuple(values.shape[1:]))
         if values.dtype not in _TYPE_NAMES:
             raise InterpError(
                 f"{name} has dtype {values.dtype}; expected a real one: give dtype=torch.float32, or a "
                 "select such as torch.view_as_real"
             )
         if name in self._pending:
-            raise InterpError(
-                f"{name} was captured twice in one batch; expected once: name one call, {name}#0"
-            )
+            raise InterpError(f"{name} was captured twice in one batch; expected once: name one, {name}#0")
         data = as_bytes(values)
-        self._pending[name] = (column, len(values))
+        self._pending[name] = (Column(name, values.dtype, tuple(values.shape[1:])), len(values))
         self._pieces.setdefault(name, []).append((self._spool.tell(), len(data)))
         self._crcs[name] = zlib.crc32(data, self._crcs.get(name, 0))
         self._spool.write(data)
@@ -174,15 +159,15 @@ class PartWriter:
         self.rows, self.batches = self.rows + next(iter(rows.values())), self.batches + 1
         self._inputs, self._pending = batch.checksum(self._inputs) if self._is_on_disk else 0, {}
 
-    def publish(self, path: Path, request: Dumped) -> None:
-        """Put the part on the disk, in place of what is there, with what was asked in its header."""
+    def publish(self, path: Path, request: str) -> None:
+        """Put the part on the disk, in place of what is there, with what was asked, as JSON, in front."""
         data = {
+            "columns": [(name, dtype_name(dtype), shape) for name, dtype, shape in self.columns],
             "request": request,
             "rows": self.rows,
             "batches": self.batches,
             "inputs": self._inputs,
             "crcs": [self._crcs[column.name] for column in self.columns],
-            "columns": [column.name for column in self.columns],
         }
         write_safetensors(path, self.columns, self.rows, self.blocks, data)
         self.close()
@@ -194,10 +179,10 @@ class PartWriter:
     def tensors(self) -> dict[str, Tensor]:
         """All rows by column."""
         found = {}
-        for column in self.columns:
-            data = bytearray(b"".join(self.blocks(column)))
-            flat = torch.frombuffer(data, dtype=column.dtype) if data else torch.empty(0, dtype=column.dtype)
-            found[column.name] = flat.view(self.rows, *column.shape)
+        for name, dtype, shape in self.columns:
+            data = bytearray().join(self.blocks(Column(name, dtype, shape)))
+            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            found[name] = flat.view(self.rows, *shape)
         return found
 
     def blocks(self, column: Column) -> Iterator[bytes]:
@@ -215,23 +200,19 @@ def write_safetensors(
     blocks: Callable[[Column], Iterable[Any]],
     data: Mapping[str, Any],
 ) -> None:
-    """Write a safetensors file of columns, one block at a time, with `data` in its header.
-
-    The file appears whole or not at all; one that is there is replaced.
-    """
+    """Write a safetensors file of columns, one block at a time, with `data` and its CRC-32 in its header."""
     ordered = sorted(columns, key=lambda column: -column.dtype.itemsize)  # so that each is aligned
-    header, end = {}, 0
+    text, end = dump(data), 0
+    header: dict[str, Any] = {"__metadata__": {"forge_interp": dump([zlib.crc32(text.encode()), text])}}
     for name, dtype, shape in ordered:
         start, end = end, end + rows * math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": [rows, *shape], "data_offsets": [start, end]}
-    text = dump_entries({**data, "crc": _crc_of(header, dump_entries(data))})
-    head = json.dumps({"__metadata__": {"forge_interp": text}, **header}, separators=(",", ":")).encode()
+    head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-(8 + len(head)) % 64)
     with replacing(path) as file:
         file.write(struct.pack("<Q", len(head)) + head)
-        for column in ordered:
-            for block in blocks(column):
-                file.write(block)
+        for block in (block for column in ordered for block in blocks(column)):
+            file.write(block)
 
 
 @contextmanager
@@ -256,16 +237,6 @@ def dump(data: Any) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
-class Dumped(str):
-    """What `dump` gave for a value that is written often."""
-
-
-def dump_entries(data: Mapping[str, Any]) -> str:
-    """The same as `dump`, where values may be `Dumped` already."""
-    values = {key: value if isinstance(value, Dumped) else dump(value) for key, value in data.items()}
-    return "{" + ",".join(f"{dump(key)}:{values[key]}" for key in sorted(values)) + "}"
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return e.g. 'bfloat16'."""
     return str(dtype).removeprefix("torch.")
@@ -280,10 +251,6 @@ def as_bytes(values: Tensor) -> memoryview:
     buffer = (ctypes.c_ubyte * kept.nbytes).from_address(kept.data_ptr())
     buffer.keeps = kept  # type: ignore[attr-defined]
     return memoryview(buffer).cast("B")
-
-
-def _crc_of(header: Mapping[str, Any], text: str) -> int:
-    return zlib.crc32(f"[{dump(header)},{text}]".encode())
 
 
 def listed(columns: Iterable[Column]) -> str:

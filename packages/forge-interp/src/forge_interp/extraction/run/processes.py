@@ -46,16 +46,15 @@ class Processes:
         if group is None and running and (rank is None or in_step):
             group = dist.group.WORLD
         if rank is None or world_size is None:
-            rank, world_size = (
-                (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-            )
+            alone = group is None
+            rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
         if not 0 <= rank < world_size:
             raise InterpError(f"rank is {rank} of {world_size}; expected 0 <= rank < world_size")
         return cls(rank, world_size, group, in_step, writes)
 
     @property
-    def shows_progress(self) -> bool:
-        """Whether it is for this process to draw: of processes that wait for each other one does."""
+    def is_first(self) -> bool:
+        """Whether it draws and tidies up: of processes that wait for each other one does."""
         return self.group is None or dist.get_rank(self.group) == 0
 
     def share(self, num_parts: int | None) -> tuple[int, int | None]:
@@ -89,15 +88,13 @@ class Processes:
 
         In step, a process without a batch left repeats its last one (or a spare) until no process has any.
         """
-        if not self.in_step:
-            yield from ((batch, True) for batch in mine)
-            return
-        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        device = "cuda" if self.in_step and dist.get_backend(self.group) == "nccl" else "cpu"
         last = None
         while True:
             batch = next(mine, None)
             any_left = torch.tensor(int(batch is not None), device=device)
-            dist.all_reduce(any_left, dist.ReduceOp.MAX, group=self.group)
+            if self.in_step:
+                dist.all_reduce(any_left, dist.ReduceOp.MAX, group=self.group)
             if not any_left:
                 return
             last = batch or last or spare()
@@ -107,14 +104,13 @@ class Processes:
         """Do something once, after all of the group have come here, and wait for it. Collective."""
         if self.group is None:
             act()
-            return
-        dist.barrier(self.group)
-        self._gathered(act if dist.get_rank(self.group) == 0 else lambda: None)
+        else:
+            dist.barrier(self.group)
+            self._gathered(act if self.is_first else lambda: None)
 
     def _gathered(self, find: Callable[[], Any]) -> list[Any]:
         """What each process of the group finds; an error of one is raised on all. Collective."""
-        found: Any = None
-        failure: Exception | None = None
+        found, failure = None, None
         try:
             found = find()
         except (InterpError, OSError) as error:

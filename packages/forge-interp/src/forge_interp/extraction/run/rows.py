@@ -4,11 +4,12 @@ Letters: B samples, T tokens, P places that are no tokens (patches of an image),
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from forge_interp.errors import InterpError, check_kind
+from forge_interp.errors import InterpError, check_kind, kind_of
 from forge_interp.extraction.run.parts import ROW_COLUMNS, is_site
 from forge_interp.extraction.samples import Batch
 from forge_interp.hooks.sites import ATTENTION_TENSORS, Site
@@ -35,24 +36,22 @@ class RowMaker:
     ) -> None:
         if pool is not None and not callable(pool) and pool not in POOLS:
             raise InterpError(f"pool is {pool!r}; expected one of {', '.join(POOLS)}, a callable, or None")
-        self._select = select
-        self._pool = pool
-        self._dtype = dtype
         for name in keep:
             check_kind("an entry of keep", name, str, "the name of an entry of the batches")
         if wrong := [name for name in keep if is_site(name) or name in ROW_COLUMNS]:
             raise InterpError(f"keep names {wrong[0]!r}; expected entries of the batches, by other names")
-        self._names = tuple(keep)
+        self._select, self._pool, self._dtype, self._names = select, pool, dtype, tuple(keep)
         self._where = where  # an entry [B, T] that is nonzero where a token is wanted
         self._foreign = foreign or {}  # why rows at a pattern are not those of the ids
         self.square = 0
-        self._current: Batch
-        self._layouts: dict[str, tuple[int, ...]] = {}
-        self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        self._batch: Batch
+        self._layout: tuple[int, ...] = ()  # of the rows of this batch, [B] or [B, T]
+        self._first = ""  # the pattern that has settled it
+        self._indices: dict[torch.device, Tensor] = {}
 
     def start(self, batch: Batch) -> None:
         """Go on to the next batch."""
-        self._current, self._layouts, self._indices, self.square = batch, {}, {}, 0
+        self._batch, self._layout, self._indices, self.square = batch, (), {}, 0
 
     def rows(self, pattern: str, value: Tensor) -> Tensor:
         """Turn what was captured at a site of `pattern` into rows [R, ...], on the same device.
@@ -69,14 +68,18 @@ class RowMaker:
                 f"{pattern} has a nested tensor; expected [samples, tokens, ...]: give nn.TransformerEncoder "
                 "enable_nested_tensor=False, or select=lambda value: value.to_padded_tensor(0.0)"
             )
-        batch = self._current
+        size = self._batch.size
         self.square += value.ndim >= 2 and ":attn." not in pattern and value.shape[0] == value.shape[1]
-        if not value.ndim or len(value) != batch.size:
+        if not value.ndim or len(value) != size:
             raise InterpError(
-                f"{pattern} has a value {list(value.shape)} for {batch.size} samples; expected [samples, "
-                "...]: bring the samples to the front with select"
+                f"{pattern} has a value {list(value.shape)} for {size} samples; expected [samples, ...]: "
+                "bring the samples to the front with select"
             )
-        if value.ndim >= 3 or callable(self._pool):
+        if value.ndim >= 3 and self._batch.tokens is not None and pattern in self._foreign:
+            raise InterpError(self._foreign[pattern])
+        if callable(self._pool):
+            value = self._pooled(self._pool, pattern, value)
+        elif value.ndim >= 3:
             value = self._tokens(pattern, value)
         elif self._where is not None:
             raise InterpError(
@@ -84,65 +87,57 @@ class RowMaker:
                 f"...], of which where={self._where!r} takes tokens: leave out where"
             )
         else:
-            self._settle(pattern, (batch.size,))
+            self._settle(pattern, (size,))
         return value if self._dtype is None else _cast(pattern, value, self._dtype)
 
     def samples(self) -> Tensor:
         """Return sample_id [R] int64 of the rows of this batch."""
-        batch, layout = self._current, next(iter(self._layouts.values()))
-        samples = torch.arange(batch.first, batch.first + batch.size)
-        return samples if len(layout) == 1 else samples[:, None].expand(layout)[self._keep(layout)]
+        samples = torch.arange(self._batch.first, self._batch.first + self._batch.size)
+        return self._by_row(samples)
 
     def ids(self) -> dict[str, Tensor]:
         """Return sample_id, position and token_id [R] int64 of the rows of this batch, and what is kept."""
-        batch = self._current
-        layout = next(iter(self._layouts.values()), None)
-        if layout is None:
+        if not self._layout:
             return {}
-        samples = self.samples()
-        if len(layout) == 1:
-            none = torch.full_like(samples, -1)
-            return {"sample_id": samples, "position": none, "token_id": none} | self._kept(layout)
-        keep = self._keep(layout)
-        has_ids = batch.tokens is not None and batch.tokens.shape == layout
-        tokens = batch.tokens.long() if has_ids else torch.full(layout, -1)  # type: ignore[union-attr]
-        position = self._valid(layout).long().cumsum(1) - 1
-        return {
-            "sample_id": samples,
-            "position": position[keep],
-            "token_id": tokens[keep],
-        } | self._kept(layout)
-
-    def _kept(self, layout: tuple[int, ...]) -> dict[str, Tensor]:
-        """Inputs [B, T] or [B], by row."""
-        found = {}
+        tokens, position = torch.full(self._layout, -1), torch.full(self._layout, -1)
+        if len(self._layout) == 2:
+            position = self._valid(self._layout).long().cumsum(1) - 1
+            if self._batch.tokens is not None and self._batch.tokens.shape == self._layout:
+                tokens = self._batch.tokens.long()
+        found = {"sample_id": self.samples()}
+        found |= {"position": self._by_row(position), "token_id": self._by_row(tokens)}
         for name in self._names:
-            value = self._current.inputs.get(name) if isinstance(self._current.inputs, Mapping) else None
-            if not isinstance(value, Tensor) or value.shape not in (layout, layout[:1]):
-                shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            value = self._entry(name)
+            if not isinstance(value, Tensor) or value.shape not in (self._layout, self._layout[:1]):
                 raise InterpError(
-                    f"keep names {name!r}, which is {shape} in this batch; expected an entry [samples, "
-                    f"tokens] or [samples], {list(layout)}: another has no value for each row"
+                    f"keep names {name!r}, which is {kind_of(value)} in this batch; expected an entry "
+                    f"[samples, tokens] or [samples], {list(self._layout)}, that has a value for each row"
                 )
-            value = value.cpu()
-            if len(layout) == 2:
-                rows = value if value.ndim == 2 else value[:, None].expand(layout)
-                value = rows[self._keep(layout)]
-            found[name] = value
+            found[name] = self._by_row(value.cpu())
         return found
+
+    def _entry(self, name: str) -> Any:
+        return self._batch.inputs.get(name) if isinstance(self._batch.inputs, Mapping) else None
+
+    def _by_row(self, value: Tensor) -> Tensor:
+        """A value [B, T], or [B] of each sample, for each row."""
+        if len(self._layout) == 1:
+            return value
+        value = value if value.ndim == 2 else value[:, None].expand(self._layout)
+        return value[self._keep(self._layout)]
+
+    def _pooled(self, pool: Callable[[Tensor, Tensor], Tensor], pattern: str, value: Tensor) -> Tensor:
+        self._settle(pattern, (self._batch.size,))
+        value = pool(value, self._keep(tuple(value.shape[:2])).to(value.device))
+        if not isinstance(value, Tensor) or value.shape[:1] != (self._batch.size,):
+            raise InterpError(
+                f"pool gave {kind_of(value)} for {pattern}; expected [{self._batch.size} samples, ...]"
+            )
+        return value
 
     def _tokens(self, pattern: str, value: Tensor) -> Tensor:
         """Rows of a value [B, T, ...]."""
-        batch, layout = self._current, tuple(value.shape[:2])
-        if batch.tokens is not None and pattern in self._foreign and value.ndim >= 3:
-            raise InterpError(self._foreign[pattern])
-        if callable(self._pool):
-            pooled = self._pool(value, self._keep(layout).to(value.device))
-            if not isinstance(pooled, Tensor) or pooled.shape[:1] != (batch.size,):
-                shape = list(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
-                raise InterpError(f"pool gave {shape} for {pattern}; expected [{batch.size} samples, ...]")
-            self._settle(pattern, (batch.size,))
-            return pooled
+        batch, layout = self._batch, tuple(value.shape[:2])
         for name, ids in (("tokens", batch.tokens), ("a mask", batch.mask)):
             if ids is not None and layout != ids.shape:
                 raise InterpError(
@@ -155,53 +150,46 @@ class RowMaker:
                 f"{pattern} has a value {list(value.shape)} and the inputs have no tokens; expected [samples,"
                 " places, features]: flatten it with select, e.g. lambda v: v.flatten(2).mT"
             )
-        if self._pool is None:
-            self._settle(pattern, layout)
-            if batch.mask is None and self._where is None:
-                return value.flatten(0, 1)
-            return value.flatten(0, 1).index_select(0, self._index(layout, value.device))
-        self._settle(pattern, (batch.size,))
+        self._settle(pattern, layout if self._pool is None else (batch.size,))
+        if self._pool is None and batch.mask is None and self._where is None:
+            return value.flatten(0, 1)
         keep = self._keep(layout)
-        if not bool(keep.any(1).all()):
-            empty = batch.first + int((~keep.any(1)).nonzero()[0])
+        if self._pool is None:
+            if value.device not in self._indices:
+                self._indices[value.device] = keep.flatten().nonzero()[:, 0].to(value.device)
+            return value.flatten(0, 1).index_select(0, self._indices[value.device])
+        for empty in (~keep.any(1)).nonzero()[:1, 0].tolist():
             what = "valid token" if self._where is None else f"token with {self._where!r}"
-            raise InterpError(f"sample {empty} has no {what} to pool; expected at least one: drop it")
+            number = batch.first + empty
+            raise InterpError(f"sample {number} has no {what} to pool; expected at least one: drop it")
         return pool_tokens(value, keep.to(value.device), str(self._pool))
 
     def _keep(self, layout: tuple[int, ...]) -> Tensor:
         """[B, T] bool, which tokens become rows, or are pooled."""
         if self._where is None:
             return self._valid(layout)
-        inputs = self._current.inputs
-        wanted = inputs.get(self._where) if isinstance(inputs, Mapping) else None
+        wanted = self._entry(self._where)
         if not isinstance(wanted, Tensor) or wanted.shape != layout:
-            shape = list(wanted.shape) if isinstance(wanted, Tensor) else type(wanted).__name__
             raise InterpError(
-                f"where names {self._where!r}, which is {shape} in this batch; expected an entry [samples, "
-                f"tokens] {list(layout)} that is nonzero where a token is wanted"
+                f"where names {self._where!r}, which is {kind_of(wanted)} in this batch; expected an entry "
+                f"[samples, tokens] {list(layout)} that is nonzero where a token is wanted"
             )
         return self._valid(layout) & (wanted.cpu() != 0)
 
     def _valid(self, layout: tuple[int, ...]) -> Tensor:
         """[B, T] bool, which tokens are no padding."""
-        mask = self._current.mask
+        mask = self._batch.mask
         return mask if mask is not None and mask.shape == layout else torch.ones(layout, dtype=torch.bool)
-
-    def _index(self, layout: tuple[int, ...], device: torch.device) -> Tensor:
-        if (layout, device) not in self._indices:
-            found = self._keep(layout).flatten().nonzero()[:, 0]
-            self._indices[layout, device] = found.to(device)
-        return self._indices[layout, device]
 
     def _settle(self, pattern: str, layout: tuple[int, ...]) -> None:
         """All sites share their rows."""
-        self._layouts[pattern] = layout
-        first, expected = next(iter(self._layouts.items()))
-        if layout != expected:
-            kinds = ["samples" if len(x) == 1 else "tokens" for x in (layout, expected)]
+        if not self._layout:
+            self._layout, self._first = layout, pattern
+        if layout != self._layout:
+            kinds = ["samples" if len(x) == 1 else "tokens" for x in (layout, self._layout)]
             raise InterpError(
-                f"{pattern} has rows of {kinds[0]} {list(layout)}, {first} of {kinds[1]} {list(expected)}; "
-                "expected the same rows for all sites: extract them in two calls, or pool"
+                f"{pattern} has rows of {kinds[0]} {list(layout)}, {self._first} of {kinds[1]} "
+                f"{list(self._layout)}; expected the same for all sites: extract them in two calls, or pool"
             )
 
 

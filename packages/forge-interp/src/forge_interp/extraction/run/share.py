@@ -6,7 +6,7 @@ site asked for.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -28,6 +28,9 @@ from forge_interp.hooks.capture import Activations, capture
 from forge_interp.hooks.engine.sharding import is_sharded
 from forge_interp.progress import progress as with_progress
 
+Deliver = Callable[[str, Tensor], None]
+"""Is given the rows of a site."""
+
 
 @dataclass(eq=False)
 class Share:
@@ -46,14 +49,10 @@ class Share:
     _parts: Parts | None = None
     _writer: PartWriter | None = None
     _columns: tuple[Column, ...] = ()
-    _num_batches: int = 0
+    _num_batches: int = 0  # that have come
     _num_recorded: int = 0
-    _num_steps: int = 0
-    _num_padded: int = 0
+    _num_to_look_at: int = 0  # batches that come into question for `_alone`
     _axes_checked: bool = False
-
-    def __post_init__(self) -> None:
-        self._per_part = self.source.batches_per_part
 
     def outputs(self) -> dict[str, Any]:
         """What rows the first and the last batch have, of ready ones the first, and whether they repeat.
@@ -64,11 +63,10 @@ class Share:
         found: list[dict[str, Any]] = []
         first, *others = self.source.probes()
         batches = [first, first, *others]
-        with _evaluating(self.model), torch.no_grad(), self._capture(stops=False) as acts:
+        with self._capture(stops=False) as acts:
             for batch in batches:
-                of_batch: dict[str, Any] = {}
-                found.append(of_batch)
-                self._forward(acts, batch, lambda key, rows, to=of_batch: to.update({key: digest(rows)}))
+                found.append({})
+                self._forward(acts, batch, lambda key, rows: found[-1].update({key: digest(rows)}))
         names = [f"of batch {batch.number}" for batch in batches]
         return {"outputs": dict(zip(names[1:], found[1:], strict=True)), "repeats": found[0] == found[1]}
 
@@ -77,7 +75,7 @@ class Share:
         if self.processes.size > 1:
             raise InterpError(f"{self.processes.size} processes share an extraction; expected out, a folder")
         with closing(PartWriter((), None)) as self._writer:
-            self._extract(self.source.batches(0, None), self.source.num_batches)
+            self._extract(self._batches(0, None, None, {}))
             return self._writer.tensors()
 
     def to_disk(self, parts: Parts, resume: bool) -> bool:
@@ -103,7 +101,7 @@ class Share:
         limit = num_parts if processes.size > 1 else None if index is None else len(index["parts"])
         self._parts = parts if processes.writes else None
         try:
-            self._extract(self._batches(start, stop, limit, written), self._num_left(start, stop, written))
+            self._extract(self._batches(start, stop, limit, written))
         except BaseException as error:
             if self._writer is not None:
                 self._writer.close()
@@ -112,51 +110,42 @@ class Share:
             with suppress(OSError):
                 parts.folder.rmdir()  # if nothing is in it
             raise
-        total = -(-self._num_batches // self._per_part) if processes.size == 1 else num_parts
+        total = -(-self._num_batches // self.source.batches_per_part) if processes.size == 1 else num_parts
         assert total is not None
         processes.together(lambda: parts.finish(total))
         return index is not None and (stop is None or start < stop) and not self._num_recorded
 
-    def _num_left(self, start: int, stop: int | None, written: Written) -> int | None:
-        """How many batches of parts [start, stop) there are to extract, if that is known."""
-        if self.source.num_batches is None:
-            return None
-        last = self.source.num_batches if stop is None else stop * self._per_part
-        last = min(last, self.source.num_batches)
-        return last - start * self._per_part - sum(batches for batches, _ in written.values())
-
     def _batches(self, start: int, stop: int | None, limit: int | None, written: Written) -> Iterator[Batch]:
         """The batches of the parts [start, stop) that are not written; those that are must be the same."""
         seen: Written = {}
-        num_batches = self.source.num_batches
-        last = None if stop is None or num_batches is None else min(stop * self._per_part, num_batches)
-        for batch in self.source.batches(start * self._per_part, last):
-            part = batch.number // self._per_part
+        per_part, num_batches = self.source.batches_per_part, self.source.num_batches
+        last = None if stop is None or num_batches is None else min(stop * per_part, num_batches)
+        batches = self.source.batches(start * per_part, last)
+        total = None if num_batches is None else (num_batches if last is None else last) - start * per_part
+        for batch in with_progress(batches, total, "extract", self.progress and self.processes.is_first):
+            part = batch.number // per_part
             self._num_batches = batch.number + 1
             if part in written:
-                batches, inputs = seen.get(part, (0, 0))
-                seen[part] = batches + 1, batch.checksum(inputs)
-                if batches + 1 >= written[part][0] and seen[part] != written[part]:
+                count, inputs = seen.get(part, (0, 0))
+                seen[part] = count + 1, batch.checksum(inputs)
+                if count + 1 >= written[part][0] and seen[part] != written[part]:
                     raise InterpError(_other_batches(batch.number))
             elif limit is not None and part >= limit:
                 raise InterpError(_other_batches(batch.number))
             else:
                 yield batch
         if missing := [part for part in written if seen.get(part) != written[part]]:
-            raise InterpError(_other_batches(min(missing) * self._per_part))
+            raise InterpError(_other_batches(min(missing) * per_part))
 
-    def _extract(self, batches: Iterator[Batch], num_batches: int | None) -> None:
+    def _extract(self, batches: Iterator[Batch]) -> None:
         """Extract batches. Collective if the model is shared."""
-        processes = self.processes
-        steps = processes.steps(batches, lambda: next(self.source.probes()))
-        drawn = with_progress(steps, num_batches, "extract", self.progress and processes.shows_progress)
-        with _evaluating(self.model), torch.no_grad():
-            stops = self.feed.is_default and not processes.in_step and not is_sharded(self.model)
-            if not self._columns:
-                self._run(islice(drawn, 1), stops=False)
-            self._run(drawn, stops)
+        steps = self.processes.steps(batches, lambda: next(self.source.probes()))
+        stops = self.feed.is_default and not self.processes.in_step and not is_sharded(self.model)
+        if not self._columns:
+            self._run(islice(steps, 1), stops=False)
+        self._run(steps, stops)
         if self._parts is not None and self._writer is not None:
-            self._publish((self._num_batches - 1) // self._per_part)
+            self._publish(self._num_batches - 1)
 
     def _run(self, steps: Iterator[tuple[Batch, bool]], stops: bool) -> None:
         """Run some batches inside one capture."""
@@ -171,19 +160,25 @@ class Share:
                 if counts and (self._writer or self._parts):
                     self._record(acts, batch, alone)
                 else:
-                    self._forward(acts, batch, _ignore)
+                    self._forward(acts, batch)
 
-    def _capture(self, stops: bool) -> AbstractContextManager[Activations]:
-        """A capture of all sites that turns values into rows."""
-        return capture(
-            self.model,
-            self.sites,
-            select={pattern: partial(self.rows.rows, pattern) for pattern in self.sites},
-            stop=stops,
-            device="cpu",
-            sink=lambda key, rows: self._deliver(key, rows),  # as `_forward` has it for the batch
-            attention_bytes=self.attention_bytes,
-        )
+    @contextmanager
+    def _capture(self, stops: bool) -> Iterator[Activations]:
+        """A capture of all sites that turns values into rows, in evaluation mode and without gradients."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        options: dict[str, Any] = {
+            "select": {pattern: partial(self.rows.rows, pattern) for pattern in self.sites},
+            "sink": lambda key, rows: self._deliver(key, rows),  # as `_forward` has it for the batch
+            "device": "cpu",
+            "attention_bytes": self.attention_bytes,
+        }
+        try:
+            with torch.no_grad(), capture(self.model, self.sites, stop=stops, **options) as acts:
+                yield acts
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def _record(self, acts: Activations, batch: Batch, alone: Alone | None) -> None:
         """Extract one batch, and publish its part if it was the last of it."""
@@ -202,20 +197,23 @@ class Share:
         if not acts.fired and not self._columns:
             return  # `capture` raises and says why
         for name, values in self.rows.ids().items():
-            self._writer.write(name, values)
+            write(name, values)
         self._check_axes(acts, batch)
         self._writer.commit(batch)
         self._columns = self._writer.columns
         self._num_recorded += 1
-        if self._parts is not None and (batch.number + 1) % self._per_part == 0:
-            self._publish(batch.number // self._per_part)
+        if self._parts is not None and (batch.number + 1) % self.source.batches_per_part == 0:
+            self._publish(batch.number)
 
-    def _publish(self, number: int) -> None:
+    def _publish(self, last: int) -> None:
+        """Write the part that ends with this batch."""
         assert self._parts is not None and self._writer is not None
-        self._writer.publish(self._parts.path(number), self._parts.request_text)
+        path = self._parts.path(last // self.source.batches_per_part)
+        self._writer.publish(path, self._parts.request_text)
         self._writer = None
 
-    def _forward(self, acts: Activations, batch: Batch, deliver: Callable[[str, Tensor], None]) -> None:
+    def _forward(self, acts: Activations, batch: Batch, deliver: Deliver = lambda key, rows: None) -> None:
+        """Run the model on a batch, whose rows go to `deliver`."""
         acts.clear()
         self.rows.start(batch)
         self._deliver = deliver
@@ -225,21 +223,22 @@ class Share:
     def _alone(self, acts: Activations, batch: Batch) -> Alone | None:
         """Rows of a sample without padding, of the first two batches that have some and then ever fewer.
 
-        Processes in step run equally often, whichever of their batches are padded.
+        That is of 1, 2, 3, 5, 9, 17, ... Processes in step run equally often, whichever of their batches are
+        padded.
         """
         if not self.check_padding:
             return None
         found = unpadded(batch, self.names)
-        self._num_steps += 1
-        self._num_padded += found is not None
-        in_step = self.processes.in_step
-        number = self._num_steps if in_step else self._num_padded
-        if (found is None and not in_step) or not _is_looked_at(number):
+        if found is None and not self.processes.in_step:
             return None
-        sample, keep = found or (batch, torch.ones(0, dtype=torch.bool))
+        self._num_to_look_at += 1
+        number = self._num_to_look_at
+        if number > 1 and (number - 1) & (number - 2):
+            return None
         rows: dict[str, Tensor] = {}
+        sample = batch if found is None else found[0]
         self._forward(acts, sample, lambda key, value: rows.update({key: value.clone()}))
-        return Alone(sample, keep, rows) if found else None
+        return Alone(*found, rows) if found else None
 
     def _check_axes(self, acts: Activations, batch: Batch) -> None:
         """With as many tokens as samples, run the batch again with a sample less: do they come first?
@@ -249,23 +248,14 @@ class Share:
         if self._axes_checked or (self.rows.square and batch.size == 1):
             return
         if self.rows.square:
-            fewer = batch.part(self.names, 0, batch.size - 1)
+            fewer = batch.cut(0, batch.size - 1)
             if fewer is None or is_distributed(self.model):
                 raise InterpError(
                     f"batch {batch.number} has as many samples as tokens or features ({batch.size}): it is "
                     "unknown which come first in a value; expected another number: give another batch_size"
                 )
-            self._forward(acts, fewer, _ignore)
+            self._forward(acts, Batch.of(fewer, self.names, batch.number, batch.first))
         self._axes_checked = True
-
-
-def _is_looked_at(number: int) -> bool:
-    """Whether the batch of a number from 1 is one of 1, 2, 3, 5, 9, 17, ..."""
-    return (number - 1) & (number - 2) == 0 or number == 1
-
-
-def _ignore(key: str, rows: Tensor) -> None:
-    """Rows that do not count."""
 
 
 def _other_batches(number: int) -> str:
@@ -273,15 +263,3 @@ def _other_batches(number: int) -> str:
         f"batch {number} is not the one that was extracted before; expected the same batches in each run: do "
         "not shuffle, or give resume=False to start anew"
     )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module is in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -17,16 +17,6 @@ from forge_interp.hooks.engine.taps import Phase, Tap
 from forge_interp.hooks.engine.torch_private import function_modes
 from forge_interp.hooks.sites import ATTENTION_TENSORS
 
-_ADVICE = (
-    (
-        lambda module: hasattr(module, "set_attn_implementation"),
-        "call model.set_attn_implementation('sdpa') or 'eager'",
-    ),
-    (
-        lambda module: isinstance(module, nn.MultiheadAttention),
-        "call nn.MultiheadAttention with need_weights=False (by default it computes its own softmax)",
-    ),
-)
 Attend = Callable[..., Tensor]
 """(the true function, its args, its kwargs, what was done to these before) -> the result."""
 _SDPA = F.scaled_dot_product_attention
@@ -60,7 +50,11 @@ class Interception(TorchFunctionMode):
 
 def not_called(model: nn.Module) -> str:
     """Why a module has no attention to capture, and what to do in this model."""
-    advice = [text for fits, text in _ADVICE if any(map(fits, model.modules()))]
+    modules, advice = list(model.modules()), list[str]()
+    if any(hasattr(module, "set_attn_implementation") for module in modules):
+        advice += ["call model.set_attn_implementation('sdpa') or 'eager'"]
+    if any(isinstance(module, nn.MultiheadAttention) for module in modules):
+        advice += ["call nn.MultiheadAttention with need_weights=False, or it computes its own softmax"]
     return (
         "F.scaled_dot_product_attention, where attention is seen, nor a softmax and its product with values"
         f"{': ' if advice else ''}{'; '.join(advice)}; linear attention, FlexAttention, einsum, and a "

@@ -25,11 +25,15 @@ from forge_interp.hooks.engine.taps import Phase, Tap
 from forge_interp.hooks.engine.torch_private import (
     is_frame_compiled,
     order_hooks,
-    order_of_hooks,
     recorders,
     saved_tensors_hooks,
 )
 from forge_interp.hooks.sites import Site
+
+_COMPILED_INSIDE = (
+    "a model is compiled inside the with, where hooks would become a part of it; expected torch.compile "
+    "before the with begins: the model runs eagerly inside, and as compiled afterwards"
+)
 
 
 class _Board:
@@ -48,11 +52,6 @@ class _Board:
         return _Board, ()
 
     @property
-    def edits(self) -> list[tuple[Site, Callable[[Tensor], Tensor]]]:
-        """The edits of the module, in their order."""
-        return [(tap.site, tap.edit) for tap in self.taps if tap.edit is not None]
-
-    @property
     def on_module(self) -> list[Tap]:
         """The taps on inputs and outputs of module calls."""
         return [tap for tap in self.taps if not tap.is_on_attention]
@@ -64,14 +63,14 @@ class _Board:
                 f"{type(module).__name__} is TorchScript, whose modules call no hooks; give the model that "
                 "was scripted, or name a module around it"
             )
-        self._module, self._order = module, order_of_hooks(module)
+        self._module, self._order = module, list(module._forward_hooks)
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after),
             module.register_forward_hook(self._left, always_call=True),
         ]
         recording = recorders(module)  # what a model writes down of a value is what it goes on with
-        order_hooks(module, [number for number in order_of_hooks(module) if number not in recording])
+        order_hooks(module, [number for number in module._forward_hooks if number not in recording])
 
     def take_down(self) -> None:
         """Have the module no longer call it, though it may still be running."""
@@ -145,8 +144,7 @@ class _Running(threading.local):
         In a backward pass and on other threads the `with` does not intercept.
         """
         with _LOCK:  # or two threads could number one call differently for two taps
-            numbers = {tap: tap.begin() for tap in board.on_module}
-        call = _Call(board, numbers)
+            call = _Call(board, {tap: tap.begin() for tap in board.on_module})
         if len(call.numbers) < len(board.taps):
             call.graph = _part_of_graph()
             if not is_intercepted():
@@ -154,31 +152,31 @@ class _Running(threading.local):
                 call.interception.__enter__()
         self._calls.append(call)
 
+    def innermost(self, board: _Board) -> _Call | None:
+        """The innermost call of a module."""
+        return next((call for call in reversed(self._calls) if call.board is board), None)
+
     def number(self, board: _Board, tap: Tap) -> int | None:
         """Of the innermost call of a module; a tap that came meanwhile counts from here."""
-        at = self.innermost(board)
-        numbers = {} if at is None else self._calls[at].numbers
-        if tap not in numbers:
-            numbers[tap] = tap.begin()
-        return numbers[tap]
+        call = self.innermost(board)
+        if call is None:
+            return tap.begin()
+        if tap not in call.numbers:
+            call.numbers[tap] = tap.begin()
+        return call.numbers[tap]
 
     def leave(self, board: _Board) -> list[Tap]:
         """A module is left, and with it those inside that an exception passed through.
 
         Gives edits of attention that would be missed if it was recomputed.
         """
-        at = self.innermost(board)
-        left = [] if at is None else self._calls[at:]
-        for call in reversed(left):
+        of_board = self.innermost(board)
+        call = None
+        while of_board is not None and call is not of_board:
+            call = self._calls.pop()
             if call.interception is not None:
                 call.interception.__exit__(None, None, None)
-        del self._calls[len(self._calls) - len(left) :]
-        return left[0].missed if left else []
-
-    def innermost(self, board: _Board) -> int | None:
-        """Which call is the innermost of a module."""
-        places = reversed(range(len(self._calls)))
-        return next((at for at in places if self._calls[at].board is board), None)
+        return [] if call is None else call.missed
 
     def attend(
         self, attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], lineage: Lineage
@@ -199,8 +197,8 @@ class _Running(threading.local):
 
     def check_complete(self, board: _Board, output: Any) -> None:
         """Raise InterpError where attention gave fewer numbers than are in an output as wide as its heads."""
-        at, paths = self.innermost(board), values.tensor_paths(output)
-        outputs = [] if at is None else self._calls[at].outputs
+        call, paths = self.innermost(board), values.tensor_paths(output)
+        outputs = [] if call is None else call.outputs
         if not outputs or not paths:
             return
         value, seen = values.read(output, paths[0], Site("")), sum(numel for _, numel in outputs)
@@ -218,8 +216,7 @@ class _Running(threading.local):
         for call in reversed(self._calls):
             served = {id(tap.owner) for tap in found}
             new = [tap for tap in call.board.taps if tap.is_on_attention and id(tap.owner) not in served]
-            if call.graph != here:
-                call.missed += [tap for tap in new if tap.phase is Phase.EDIT]
+            call.missed += [tap for tap in new if call.graph != here and tap.phase is Phase.EDIT]
             found += new
         return found
 
@@ -242,21 +239,17 @@ def attached(taps: Sequence[Tap]) -> Iterator[None]:
     """Attach taps for the time of a `with`; compiled models run eagerly then, or hooks were passed over."""
     with ExitStack() as stack:
         for tap in taps:
-            _attach(tap)
+            with _LOCK:
+                board = _BOARDS.get(id(tap.module)) or _Board()
+                if not board.taps:
+                    board.hang(tap.module)
+                    _BOARDS[id(tap.module)] = board
+                board.taps = sorted([*board.taps, tap], key=lambda t: t.phase)
             stack.callback(_detach, tap)
         if any(tap.is_on_attention for tap in taps):
             stack.enter_context(Interception(_RUNNING.attend))
         stack.enter_context(_EAGERLY)
         yield
-
-
-def _attach(tap: Tap) -> None:
-    with _LOCK:
-        board = _BOARDS.get(id(tap.module)) or _Board()
-        if not board.taps:
-            board.hang(tap.module)
-            _BOARDS[id(tap.module)] = board
-        board.taps = sorted([*board.taps, tap], key=lambda t: t.phase)
 
 
 def _detach(tap: Tap) -> None:
@@ -294,24 +287,17 @@ class _Eagerly:
                 self._stance.__exit__(None, None, None)
                 self._stance = None
         if is_refused:
-            raise _compiled_inside() from error
+            raise InterpError(_COMPILED_INSIDE) from error
 
     def check(self) -> None:
         """A module is called: refuse it in code that is being compiled."""
         if self._is_compiler_free and (torch.compiler.is_compiling() or is_frame_compiled()):
-            raise _compiled_inside()
+            raise InterpError(_COMPILED_INSIDE)
 
     @property
     def _is_compiler_free(self) -> bool:
         """Whether the compiler is there and may compile, as it was loaded inside the `with`."""
         return self._stance is None and "torch._dynamo" in sys.modules
-
-
-def _compiled_inside() -> InterpError:
-    return InterpError(
-        "a model is compiled inside the with, where hooks would become a part of it; expected torch.compile "
-        "before the with begins: the model runs eagerly inside, and as compiled afterwards"
-    )
 
 
 _EAGERLY = _Eagerly()

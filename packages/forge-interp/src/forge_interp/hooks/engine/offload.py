@@ -30,10 +30,10 @@ class Offload:
         if value.is_inference() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.copy(value)
-        if self._is_there(value):
-            is_dense = value.layout == torch.strided
-            return value.clone(memory_format=torch.contiguous_format) if is_dense else value.clone()
-        return self._moved(value, lambda copied: None)
+        if not self._is_there(value):
+            return self._moved(value, lambda copied: None)
+        is_dense = value.layout == torch.strided
+        return value.clone(memory_format=torch.contiguous_format) if is_dense else value.clone()
 
     def kept(self, value: Tensor) -> Tensor:
         """A value that nobody else has, where it belongs; valid after `wait`."""
@@ -46,10 +46,6 @@ class Offload:
         else:
             self._moved(value, deliver)
 
-    def wait(self) -> None:
-        """Return when all copies have arrived and are delivered."""
-        self._drain(0)
-
     def _is_there(self, value: Tensor) -> bool:
         """Whether a value needs no move; a target without a number is any device of its kind."""
         target, device = self._device, value.device
@@ -61,7 +57,7 @@ class Offload:
             deliver(moved)
             return moved
         size = value.numel() * value.element_size()
-        self._drain(max(0, self._budget - size))
+        self.wait(max(0, self._budget - size))
         stream = self._streams.get(value.device) or torch.cuda.Stream(value.device)
         self._streams[value.device] = stream
         # The producer's stream makes the copy that is safe from in-place operations; the other only moves it.
@@ -77,7 +73,8 @@ class Offload:
         self._bytes += size
         return target
 
-    def _drain(self, until_bytes: int) -> None:
+    def wait(self, until_bytes: int = 0) -> None:
+        """Return when all copies, but so many bytes, have arrived and are delivered."""
         while self._inflight and self._bytes > until_bytes:
             arrived, size, deliver = self._inflight.popleft()
             arrived.synchronize()

@@ -37,10 +37,7 @@ class _Call:
 
 
 class _Passes(threading.local):
-    """How deep this thread is in passes; a model that calls itself makes no second one.
-
-    The owner has `begin_pass`, `end_pass`, and `is_over`: whether the rest of the pass is not wanted.
-    """
+    """How deep this thread is in passes; a model that calls itself makes no second one."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -72,14 +69,13 @@ class _Passes(threading.local):
 
 @contextmanager
 def passes_of(model: nn.Module, owner: Any) -> Iterator[Callable[[nn.Module], bool]]:
-    """Tell `owner` of the passes of a model.
+    """Tell `owner` of the passes of a model: it has `begin_pass`, `end_pass`, and `is_over`, not to go on.
 
     Yields whether a hook of a module runs inside a pass; hooks of the model itself do so before and after.
     """
     passes = _Passes(owner)
-    calls = {"forward": _Call(model, "forward", passes.forward)}
-    if (name := call_name(model)) != "forward":
-        calls[name] = _Call(model, name, passes.whole)
+    runs = {"forward": passes.forward, call_name(model): passes.whole}
+    calls = {name: _Call(model, name, run) for name, run in runs.items()}
     vars(model).update(calls)
     try:
         yield lambda module: module is not model or passes.depth > 0

@@ -85,9 +85,13 @@ class Spread:
         split = self._split(value, module, site, followed)
         if split is None:
             return value
-        whole = split[0].gathered(value, *split[1:])
-        heads = _shared_heads(module) if site.part == "attn" and site.path[0] in ("k", "v") else None
-        return whole if heads is None else _every(whole, split[1], heads)
+        layout, dim, size = split
+        whole = layout.gathered(value, dim, size)
+        if site.part == "attn" and site.path[0] in ("k", "v"):  # several ranks may have each head
+            said = (getattr(inner, "shared_units", None) for inner in module.modules())
+            heads = next((heads for heads in said if heads is not None), size)
+            whole = whole.unflatten(dim, (heads, -1)).select(dim + 1, 0)
+        return whole
 
     def is_partial(self, value: Tensor, module: nn.Module, site: Site) -> bool:
         """Whether this rank holds only a part of the value, or a DTensor. Collective as `full`."""
@@ -100,9 +104,8 @@ class Spread:
             act()
         except InterpError as error:
             failure = error
-        if failure is None and not self._groups:
-            return
-        has_failed = self._groups and self._reduce(torch.tensor([float(failure is not None)]), "MAX").item()
+        failures = torch.tensor([float(failure is not None)])
+        has_failed = bool((self._largest(failures) if self._groups else failures).any())
         if failure is not None:
             raise failure
         if has_failed:
@@ -142,10 +145,9 @@ class Spread:
         key = f"{site.module}:attn.{name if name in ('k', 'v') else 'q'}"
         if self._is_same(key, followed, unclear=False):
             return None
-        sizes = torch.tensor([value.shape[dim], -value.shape[dim]], dtype=torch.float32)
-        least, most = (-self._reduce(-sizes, "MAX")[0].item(), self._reduce(sizes, "MAX")[0].item())
+        most, least = self._largest(torch.tensor([value.shape[dim], -value.shape[dim]])).abs().tolist()
         if least != most:
-            raise InterpError(f"site {str(site)!r}: ranks hold {least:g} to {most:g} heads; expected as many")
+            raise InterpError(f"site {str(site)!r}: ranks hold {least} to {most} heads; expected as many")
         return layout, dim, value.shape[dim] * math.prod(group.size() for group in layout.groups)
 
     def _is_same(self, key: str, value: Tensor, *, unclear: bool) -> bool:
@@ -153,7 +155,7 @@ class Spread:
         if key in self._same:
             return True
         sample = _sample(value)
-        high, low = self._reduce(sample, "MAX"), -self._reduce(-sample, "MAX")
+        high, low = self._largest(sample), -self._largest(-sample)
         bound = _TOLERANCE * torch.maximum(low.abs(), high.abs())[1:].max()
         if not (low[0] == high[0] and ((high - low)[1:] <= bound).all()):
             return False
@@ -163,24 +165,12 @@ class Spread:
         self._same.add(key)
         return True
 
-    def _reduce(self, numbers: Tensor, operation: str) -> Tensor:
-        """Over the ranks of all groups, in turn."""
-        device = next(iter(self._layouts.values())).mesh.device_type
-        numbers = numbers.to(device, copy=True)
+    def _largest(self, numbers: Tensor) -> Tensor:
+        """Of each number the largest on all ranks of all groups."""
+        numbers = numbers.to(next(iter(self._layouts.values())).mesh.device_type, copy=True)
         for group in self._groups.values():
-            torch.distributed.all_reduce(numbers, getattr(torch.distributed.ReduceOp, operation), group)
+            torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group)
         return numbers.cpu()
-
-
-def _shared_heads(module: nn.Module) -> int | None:
-    """How many key heads there are, where several ranks have each; the layer that makes them says so."""
-    said = (getattr(inner, "shared_units", None) for inner in module.modules())
-    return next((heads for heads in said if heads is not None), None)
-
-
-def _every(value: Tensor, dim: int, count: int) -> Tensor:
-    """So many entries along a dim, of which each stands there equally often."""
-    return value.unflatten(dim, (count, -1)).select(dim + 1, 0)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -204,22 +194,15 @@ def _sample(value: Tensor) -> Tensor:
 
 def _layouts(model: nn.Module) -> Iterator[tuple[nn.Module, _Layout]]:
     """The matrices that tensor parallelism splits, at rest too; what is split of experts is another thing."""
+    found: list[tuple[nn.Module, Any, Any, torch.Size]] = []
     of_fsdp: set[int] = set()
-    for unit in filter(is_unit, model.modules()):
-        for module, spec in fsdp_parameters(unit):
-            of_fsdp.add(id(module))
-            if spec is not None:
-                yield from _split_matrix(module, spec.mesh, spec.placements, spec.tensor_meta.shape)
-    for module in model.modules():
-        if id(module) not in of_fsdp:
-            weights: Any = module._parameters.values()
-            for weight in weights:
-                if is_dtensor(weight):
-                    yield from _split_matrix(module, weight.device_mesh, weight.placements, weight.shape)
-
-
-def _split_matrix(
-    module: nn.Module, mesh: Any, placements: tuple[Any, ...], shape: torch.Size
-) -> Iterator[tuple[nn.Module, _Layout]]:
-    if len(shape) == 2 and any(p.is_shard() for p in placements):
-        yield module, _Layout(mesh, placements, shape)
+    for module, spec in (pair for unit in model.modules() if is_unit(unit) for pair in fsdp_parameters(unit)):
+        of_fsdp.add(id(module))
+        if spec is not None:
+            found.append((module, spec.mesh, spec.placements, spec.tensor_meta.shape))
+    for module in (module for module in model.modules() if id(module) not in of_fsdp):
+        for weight in filter(is_dtensor, module._parameters.values()):
+            found.append((module, weight.device_mesh, weight.placements, weight.shape))  # type: ignore[union-attr]
+    for module, mesh, placements, shape in found:
+        if len(shape) == 2 and any(p.is_shard() for p in placements):
+            yield module, _Layout(mesh, placements, shape)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forge_interp.errors import InterpError
+from forge_interp.errors import InterpError, kind_of
 from forge_interp.hooks.engine import values
 from forge_interp.hooks.engine.torch_private import backward_number, is_recomputing
 from forge_interp.hooks.sites import Site, unwrapped
@@ -37,9 +37,7 @@ class Tap:
     act: Callable[[Site, nn.Module, Any], Tensor | None]
     phase: Phase
     owner: object  # of the modules around an attention call, each owner is told by the innermost
-    skip: Callable[[Site, str], None] | None = (
-        None  # told why there is no tensor; without it that is an error
-    )
+    skip: Callable[[Site, str], None] | None = None  # told why there is no tensor; else that is an error
     edit: Callable[[Tensor], Tensor] | None = None  # of a tap that edits, the function that does
     calls: int = 0  # how many have begun, of the module or of attention in it
     _backward: int = field(default_factory=backward_number)
@@ -61,17 +59,14 @@ class Tap:
             call, self.calls = self.calls, self.calls + 1
         return call
 
-    def wants(self, call: int | None) -> bool:
-        """Whether a call is for it; of one that is made again it is not known."""
-        return call is None or self.site.call in (None, call)
-
     def fire(self, call: int | None, value: Any) -> Tensor | None:
         """Give it the value of a call; what it returns takes the place of the value.
 
         Captures have seen what is made again; edits are made again, or the gradient would be another's.
         """
         if call is not None:
-            return self.act(self.site.numbered(call), self.module, value) if self.wants(call) else None
+            is_wanted = self.site.call in (None, call)
+            return self.act(self.site.numbered(call), self.module, value) if is_wanted else None
         if self.phase is not Phase.EDIT:
             return None
         if self.site.call is not None and self.calls != 1:
@@ -87,14 +82,14 @@ class Tap:
         if new is None:
             return value
         if not isinstance(new, Tensor) or (new.shape, new.dtype) != (value.shape, value.dtype):
-            got = f"{list(new.shape)} {new.dtype}" if isinstance(new, Tensor) else type(new).__name__
+            got = f"{kind_of(new)} {getattr(new, 'dtype', '')}".strip()
             expected = f"{list(value.shape)} {value.dtype}"
             raise InterpError(f"edit of {str(self.site)!r} gave {got}, expected {expected} like the value")
         return new
 
     def replaced_in(self, call: int | None, tree: Any, find: Callable[[], tuple[str, ...]]) -> Any:
         """The same for the tensor at the path that `find` gives in arguments or an output."""
-        if not self.wants(call):
+        if call is not None and self.site.call not in (None, call):
             return tree
         try:
             path = find()

@@ -22,16 +22,12 @@ def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
             found = None
     if isinstance(found, Tensor):
         return found
-    paths = [f"{site.module}:{_spelled(site, path)}" for path in tensor_paths(tree)]
+    paths = []
+    for to in tensor_paths(tree):  # as the grammar of sites has it
+        part, to = ("out", to) if site.part == "out" else ("in" if to[0] == "args" else "kw", to[1:])
+        paths.append(f"{site.module}:{part}{spell(to)}")
     have = f"it has {', '.join(paths[:8])}" if paths else "it holds no tensor"
     raise InterpError(f"site {str(site)!r} is {type(found).__name__}, expected a tensor; {have}")
-
-
-def _spelled(site: Site, path: tuple[str, ...]) -> str:
-    """A path as the grammar of sites has it; that of an argument starts with args or kwargs."""
-    if site.part == "out":
-        return f"out{spell(path)}"
-    return f"{'in' if path[0] == 'args' else 'kw'}{spell(path[1:])}"
 
 
 def write(tree: Any, path: tuple[str, ...], value: Tensor) -> Any:
@@ -56,15 +52,13 @@ def argument(module: nn.Module, args: tuple, kwargs: dict, site: Site) -> tuple[
         name, *rest = site.path
         if name in kwargs:
             return ("kwargs", name, *rest)
-        positions = list(inspect.signature(unwrapped(module).forward).parameters)
-        if name in positions and positions.index(name) < len(args):
+        positions = list(inspect.signature(unwrapped(module).forward).parameters)[: len(args)]
+        if name in positions:
             return ("args", str(positions.index(name)), *rest)
-        names = ", ".join([*positions[: len(args)], *kwargs])
+        names = ", ".join([*positions, *kwargs])
         raise InterpError(f"site {str(site)!r}: the call had no argument {name!r}, but {names or 'none'}")
-    if site.path:
-        return ("args", *site.path)
-    if args:
-        return ("args", "0")
+    if site.path or args:
+        return ("args", *(site.path or "0"))
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
             return ("kwargs", name)
