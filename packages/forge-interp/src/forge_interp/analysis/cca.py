@@ -5,6 +5,7 @@ Letters: n samples, d features, k kept directions, rho canonical correlations. N
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ def mean_cca(moments: Moments, *, ridge: float = 0.0) -> LayerSimilarity:
     Source: Raghu et al. 2017, arXiv:1706.05806 (the mean as a similarity); Kornblith et al. 2019,
     arXiv:1905.00414.
     """
-    return _cca_pairs(moments, "mean CCA", 1.0, ridge)
+    return replace(svcca(moments, keep=1.0, ridge=ridge), measure="mean CCA")
 
 
 def svcca(moments: Moments, *, keep: float = 0.99, ridge: float = 0.0) -> LayerSimilarity:
@@ -54,7 +55,12 @@ def svcca(moments: Moments, *, keep: float = 0.99, ridge: float = 0.0) -> LayerS
 
     Source: Raghu et al. 2017, arXiv:1706.05806.
     """
-    return _cca_pairs(moments, f"SVCCA ({keep:g} of variance)", keep, ridge)
+    sides = _whiten_all(moments, keep, ridge)
+
+    def score(row: str, column: str) -> float:
+        return _align(moments, row, column, sides[row], sides[column])[1].mean().item()
+
+    return over_pairs(moments, f"SVCCA ({keep:g} of variance)", score)
 
 
 def pwcca(
@@ -106,15 +112,6 @@ def procrustes(moments: Moments) -> LayerSimilarity:
     return over_pairs(moments, "Procrustes similarity", score)
 
 
-def _cca_pairs(moments: Moments, measure: str, keep: float, ridge: float) -> LayerSimilarity:
-    sides = _whiten_all(moments, keep, ridge)
-
-    def score(row: str, column: str) -> float:
-        return _align(moments, row, column, sides[row], sides[column])[1].mean().item()
-
-    return over_pairs(moments, measure, score)
-
-
 def _align(moments: Moments, first: str, second: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """[k_x, r] directions of whitened X and their [r] canonical correlations."""
     u, rho, _ = torch.linalg.svd(left.T @ moments.comoment(first, second) @ right, full_matrices=False)
@@ -122,8 +119,7 @@ def _align(moments: Moments, first: str, second: str, left: Tensor, right: Tenso
 
 
 def _whiten_all(moments: Moments, keep: float, ridge: float) -> dict[str, Tensor]:
-    names = dict.fromkeys([*moments.rows, *moments.columns])
-    return {name: _whiten(moments, name, keep, ridge) for name in names}
+    return {name: _whiten(moments, name, keep, ridge) for name in {*moments.rows, *moments.columns}}
 
 
 def _whiten(moments: Moments, name: str, keep: float, ridge: float) -> Tensor:
