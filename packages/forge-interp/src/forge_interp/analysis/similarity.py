@@ -1,7 +1,4 @@
-"""How similar are two sets of layers, in one call, and do they have the same neighbours?
-
-Letters: n samples, d features, k neighbours.
-"""
+"""How similar are two sets of layers, in one call? Letters: n samples, d features."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,4 @@
-"""Which activations carry what makes the clean run differ from the corrupted one?
-
-Patching puts an activation of the clean run into the corrupted run and looks at a metric.
-"""
+"""Which activations carry what makes the clean run differ from the corrupted one?"""
 
 from collections.abc import Iterable, Mapping
 
@@ -32,9 +29,8 @@ def activation_patching(
     """Run the corrupted inputs once for each place, with the clean activation put in there.
 
     A place whose patch brings the clean metric back (`normalized` near 1) is sufficient for it. Swap `clean`
-    and `corrupted` to see what is necessary. Nothing is approximated: each value is what a forward hook that
-    overwrites that place would give. Costs 2 forward passes, one more for each place, and memory for the
-    clean activations of all sites. Inputs are used again in each run: pass no cache that the model fills.
+    and `corrupted` to see what is necessary. Costs 2 forward passes, one more for each place, and memory for
+    the clean activations of all sites. Inputs are used again in each run: pass no cache that the model fills.
     Call `model.eval()` first if it drops out.
 
     Args:
@@ -129,17 +125,15 @@ def site_means(
             call_model(model, inputs)
         for key, value in acts.items():
             site = Site.parse(key)
-            dims = mean_dims(value, site)
+            dims, is_attention = mean_dims(value, site), site.part == "attn"
             weight = torch.ones_like(value, dtype=torch.float64)
             if mask is not None:
                 weight *= real_positions(value, dims, mask, "keep")
-            is_attention = site.part == "attn"
-            total = (value * weight).sum(dims, keepdim=is_attention)
+            total, count = (x.sum(dims, keepdim=is_attention) for x in (value * weight, weight))
             if key in sums and sums[key].shape != total.shape:
                 shapes = f"{list(sums[key].shape)} and {list(total.shape)}"
                 raise InterpError(f"means of {key!r} are {shapes} in two batches; expected one shape")
-            sums[key] = sums.get(key, 0) + total
-            counts[key] = counts.get(key, 0) + weight.sum(dims, keepdim=is_attention)
+            sums[key], counts[key] = sums.get(key, 0) + total, counts.get(key, 0) + count
     if not sums:
         raise InterpError("there are no batches; expected inputs of at least one forward pass")
     return {key: (total / counts[key]).to(acts[key].dtype) for key, total in sums.items()}

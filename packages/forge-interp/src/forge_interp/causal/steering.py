@@ -41,10 +41,7 @@ def contrastive_vectors(
 
     Source: Rimsky et al. 2023, arXiv:2312.06681, eq. 1 (contrastive activation addition).
     """
-    if where is None:
-        sides = [site_means(model, batches, sites) for batches in (positive, negative)]
-    else:
-        sides = [_means(model, batches, sites, where) for batches in (positive, negative)]
+    sides = [_means(model, batches, sites, where) for batches in (positive, negative)]
     if not sides[0] or sides[0].keys() != sides[1].keys():
         raise InterpError(
             "positive or negative is empty, or reaches other sites; expected inputs of both kinds"
@@ -53,9 +50,11 @@ def contrastive_vectors(
 
 
 def _means(
-    model: nn.Module, batches: Iterable[Inputs], sites: str | Iterable[str], where: Index
+    model: nn.Module, batches: Iterable[Inputs], sites: str | Iterable[str], where: Index | None
 ) -> dict[str, Tensor]:
-    """Means of the rows at an index, float64."""
+    """Means of the rows at an index, float64; `site_means` without one."""
+    if where is None:
+        return site_means(model, batches, sites)
     rows: dict[str, list[Tensor]] = {}
     for inputs in batches:
         args, kwargs = arguments(inputs)
@@ -66,23 +65,21 @@ def _means(
         with capture(model, sites) as acts:
             call_model(model, inputs)
         for site, value in acts.items():
+            is_masked = mask is not None and mask.shape == value.shape[:2]
+            keep = mask.to(value.device)[..., None].expand_as(value) if is_masked else torch.ones_like(value)
             with fitting(value, f"where={where!r} at {site!r}"):
-                chosen = value[where]
-                if chosen.shape[-1:] != value.shape[-1:]:
-                    raise InterpError(
-                        f"where={where!r} takes {list(chosen.shape)} of {site!r} {list(value.shape)}; "
-                        f"expected all {value.shape[-1]} numbers of the last dimension"
-                    )
-                if (
-                    mask is not None
-                    and mask.shape == value.shape[:2]
-                    and not bool(mask.to(value.device)[..., None].expand_as(value)[where].all())
-                ):
-                    raise InterpError(
-                        f"where={where!r} takes padding at {site!r}; expected tokens: pad on the other side, "
-                        "or give inputs of one length"
-                    )
-                rows.setdefault(site, []).append(chosen.reshape(-1, value.shape[-1]).double())
+                chosen, is_real = value[where], bool(keep[where].all())
+            if chosen.shape[-1:] != value.shape[-1:]:
+                raise InterpError(
+                    f"where={where!r} takes {list(chosen.shape)} of {site!r} {list(value.shape)}; "
+                    f"expected all {value.shape[-1]} numbers of the last dimension"
+                )
+            if not is_real:
+                raise InterpError(
+                    f"where={where!r} takes padding at {site!r}; expected tokens: pad on the other side, "
+                    "or give inputs of one length"
+                )
+            rows.setdefault(site, []).append(chosen.reshape(-1, value.shape[-1]).double())
     return {site: torch.cat(parts).mean(0) for site, parts in rows.items()}
 
 

@@ -74,14 +74,13 @@ def delayed(features: Array, delays: Sequence[int], runs: Labels) -> np.ndarray:
         [S, L D] float64: the features of the first delay, then those of the next.
     """
     x, labels = as_matrix(features, "features").cpu().numpy(), as_runs(runs)
-    out = np.zeros((len(x), len(delays), x.shape[1]))
-    for run in np.unique(labels):
-        rows = np.flatnonzero(labels == run)
-        for i, delay in enumerate(delays):
-            kept = len(rows) - abs(delay)
-            if kept > 0:
-                out[rows[max(delay, 0) :][:kept], i] = x[rows[max(-delay, 0) :][:kept]]
-    return out.reshape(len(x), -1)
+    copies = []
+    for delay in delays:
+        source = np.arange(len(x)) - delay
+        inside = (source >= 0) & (source < len(x))
+        source = source.clip(0, len(x) - 1)
+        copies.append(np.where((inside & (labels[source] == labels))[:, None], x[source], 0.0))
+    return np.concatenate(copies, axis=1)
 
 
 def as_runs(runs: Labels) -> np.ndarray:
