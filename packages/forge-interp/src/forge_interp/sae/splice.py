@@ -75,21 +75,19 @@ def spliced(
     def decode(value: Tensor) -> Tensor:
         nonlocal given
         if given is None:
-            raise InterpError(
-                f"{target!r} is reached before {site!r}; expected the input of a transcoder first"
-            )
+            text = f"{target!r} is reached before {site!r}; expected the input of a transcoder first"
+            raise InterpError(text)
         acts = seen.features
         changed = acts if features is None else features(acts)
         made = sae.decode(changed, given)
         if made.shape != value.shape:
-            raise InterpError(
-                f"made {list(made.shape)} for a value {list(value.shape)}; expected the same shape"
-            )
+            text = f"made {list(made.shape)} for a value {list(value.shape)}; expected the same shape"
+            raise InterpError(text)
         with torch.no_grad():
             plain = made.detach() if changed is acts else sae.decode(acts, given)
             seen.value, seen.error, given = value.detach(), value.detach() - plain, None
         return (value.detach() + (made - plain) if error else made).to(value.dtype)
 
-    edits: dict[str, Edit] = {site: encode, target: decode} if target is not None else {}
-    with edit(model, edits or {site: lambda value: decode(encode(value))}):
+    plain = {site: lambda value: decode(encode(value))}
+    with edit(model, plain if target is None else {site: encode, target: decode}):
         yield seen

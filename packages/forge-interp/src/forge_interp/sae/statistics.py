@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -67,20 +68,23 @@ def evaluate_sae(
     InterpError where there are no batches, or where the default loss finds no ids.
     """
     loss = loss or (lambda output, inputs: next_token_loss(output, inputs, mask))
-    place, sums, losses = target or site, _Sums(), torch.zeros(3, dtype=torch.float64)
-    number = 0
+    sums, losses = dict[str, Tensor](), []
     for inputs in batches:
-        number += 1
         with spliced(model, site, sae, target=target) as seen:
-            losses[0] += loss(call_model(model, inputs), inputs).double().cpu()
-        sums.add(seen, inputs.get(mask) if isinstance(inputs, Mapping) else None)
+            plain = loss(call_model(model, inputs), inputs)
+        new = _sums_of(seen, inputs.get(mask) if isinstance(inputs, Mapping) else None)
+        if sums:
+            new |= {name: new[name] + x for name, x in sums.items() if name != "largest"}
+            new["largest"] = torch.maximum(new["largest"], sums["largest"])
+        sums = new
         with spliced(model, site, sae, target=target, error=False):
-            losses[1] += loss(call_model(model, inputs), inputs).double().cpu()
-        with edit(model, {place: patch(0.0)}):
-            losses[2] += loss(call_model(model, inputs), inputs).double().cpu()
-    if not number:
+            reconstructed = loss(call_model(model, inputs), inputs)
+        with edit(model, {target or site: patch(0.0)}):
+            zero = loss(call_model(model, inputs), inputs)
+        losses.append([each.item() for each in (plain, reconstructed, zero)])
+    if not losses:
         raise InterpError("there are no batches; expected inputs of at least one forward pass")
-    return sums.report(*(losses / number).tolist())
+    return _report(sums, *np.mean(losses, axis=0).tolist())
 
 
 def next_token_loss(output: Any, inputs: Inputs, mask: str = "attention_mask") -> Tensor:
@@ -100,45 +104,36 @@ def next_token_loss(output: Any, inputs: Inputs, mask: str = "attention_mask") -
     return nn.functional.cross_entropy(logits, targets.flatten())
 
 
-class _Sums:
-    """Sums over rows, float64."""
+def _sums_of(seen: Spliced, keep: Any) -> dict[str, Tensor]:
+    """Sums over the valid rows of a batch, float64; InterpError where a mask is not of these rows."""
+    acts, value, error = (t.flatten(0, -2).double() for t in (seen.features, seen.value, seen.error))
+    if isinstance(keep, Tensor):
+        if keep.shape != seen.features.shape[:-1]:
+            raise InterpError(f"the mask is {list(keep.shape)}; expected {list(seen.features.shape[:-1])}")
+        chosen = keep.to(acts.device).flatten() != 0
+        acts, value, error = acts[chosen], value[chosen], error[chosen]
+    none = acts.new_full((1, acts.shape[1]), -torch.inf)
+    found = {"rows": acts.new_tensor(len(acts)), "active": (acts > 0).sum(0), "acts": acts.sum(0)}
+    found |= {"value": value.sum(0), "power": value.square().sum(), "error": error.square().sum()}
+    return found | {"largest": torch.cat([none, acts]).amax(0)}
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._largest = torch.tensor(-torch.inf)
 
-    def add(self, seen: Spliced, keep: Any) -> None:
-        """Add the valid rows of a batch; InterpError where a mask is not of these rows."""
-        acts, value, error = (t.flatten(0, -2).double() for t in (seen.features, seen.value, seen.error))
-        if isinstance(keep, Tensor):
-            if keep.shape != seen.features.shape[:-1]:
-                raise InterpError(
-                    f"the mask is {list(keep.shape)}; expected {list(seen.features.shape[:-1])}"
-                )
-            chosen = keep.to(acts.device).flatten() != 0
-            acts, value, error = acts[chosen], value[chosen], error[chosen]
-        new = {"rows": acts.new_tensor(len(acts)), "active": (acts > 0).sum(0), "acts": acts.sum(0)}
-        new |= {"value": value.sum(0), "power": value.square().sum(), "error": error.square().sum()}
-        self._sums = {name: self._sums.get(name, 0) + x for name, x in new.items()}
-        self._largest = torch.cat([self._largest.to(acts).expand(1, acts.shape[1]), acts]).amax(0)
-
-    def report(self, loss: float, loss_spliced: float, loss_zero: float) -> FeatureReport:
-        """The report of the collected sums."""
-        sums, gap = self._sums, loss_zero - loss
-        rows, active = sums["rows"].clamp_min(1), sums["active"]
-        spread = (sums["power"] - sums["value"].square().sum() / rows).item()
-        varies = spread > 1e-12 * sums["power"].item()
-        return FeatureReport(
-            rows=int(sums["rows"]),
-            l0=(active.sum() / rows).item(),
-            explained_variance=1 - sums["error"].item() / spread if varies else float("nan"),
-            normalized_mse=(sums["error"] / sums["power"]).item(),
-            dead=int((active == 0).sum()),
-            density=(active / rows).cpu(),
-            mean_active=(sums["acts"] / active.clamp_min(1)).cpu(),
-            largest=self._largest.cpu(),
-            loss=loss,
-            loss_spliced=loss_spliced,
-            loss_zero=loss_zero,
-            loss_recovered=(loss_zero - loss_spliced) / gap if gap else float("nan"),
-        )
+def _report(sums: Mapping[str, Tensor], loss: float, loss_spliced: float, loss_zero: float) -> FeatureReport:
+    """The report of sums over all batches."""
+    rows, active, gap = sums["rows"].clamp_min(1), sums["active"], loss_zero - loss
+    spread = (sums["power"] - sums["value"].square().sum() / rows).item()
+    varies = spread > 1e-12 * sums["power"].item()
+    return FeatureReport(
+        rows=int(sums["rows"]),
+        l0=(active.sum() / rows).item(),
+        explained_variance=1 - sums["error"].item() / spread if varies else float("nan"),
+        normalized_mse=(sums["error"] / sums["power"]).item(),
+        dead=int((active == 0).sum()),
+        density=(active / rows).cpu(),
+        mean_active=(sums["acts"] / active.clamp_min(1)).cpu(),
+        largest=sums["largest"].cpu(),
+        loss=loss,
+        loss_spliced=loss_spliced,
+        loss_zero=loss_zero,
+        loss_recovered=(loss_zero - loss_spliced) / gap if gap else float("nan"),
+    )
