@@ -36,13 +36,10 @@ def compare_layers(
     call the measures on it: this function gives the same. A layer wider than there are samples is rotated
     into the n dimensions that its samples span, which changes no measure: costs go with min(n, d).
 
-    Args:
-        first: {layer: [n, d]}, the rows of the result.
-        second: {layer: [n, d]} for the same samples in the same order, the columns; default `first`.
-        measure: one of "cka" (debiased), "cka_biased", "mean_cca", "svcca", "pwcca", "procrustes".
-        project: bring wider layers to this many random directions first. An approximation: an inner product
-            of two samples is off by about their norms' product / sqrt(project).
-        seed: of the directions, one set for each width.
+    `first` and `second` (default `first`) are {layer: [n, d]}, rows and columns of the result, with the same
+    samples in the same order. `measure` is "cka" (debiased), "cka_biased", "mean_cca", "svcca", "pwcca" or
+    "procrustes". `project` brings wider layers to this many random directions of `seed` first: an inner
+    product of two samples is then off by about their norms' product / sqrt(project).
     """
     if measure not in MEASURES:
         raise InterpError(f"measure is {measure!r}; expected one of {list(MEASURES)}")

@@ -212,10 +212,7 @@ class AttentionCall:
         self.compute((), 0, check="all", tolerance=tolerance)
 
     def local(self) -> AttentionCall:
-        """The sequences and heads of this rank where the call was given DTensors, else the call itself.
-
-        Raises InterpError: queries, keys or values of a sequence or a head are spread over ranks.
-        """
+        """The sequences and heads of this rank where the call was given DTensors, else the call itself."""
         if not is_dtensor(self.query):
             return self
         if self.is_softmax:
@@ -227,10 +224,7 @@ class AttentionCall:
         return replace(self, **local_parts(tensors, self.mask))
 
     def run(self, attention: Callable[..., Tensor]) -> Tensor:
-        """[B, N, T, H'] what a function like `F.scaled_dot_product_attention` makes of these arguments.
-
-        It is given them arranged as the model had arranged them.
-        """
+        """[B, N, T, H'] of another attention function, called with tensors as the model had arranged them."""
         key, value = (
             x.repeat_interleave(times, 1) if times > 1 else x
             for x, times in zip((self.key, self.value), self.repeats, strict=True)

@@ -52,11 +52,9 @@ class Lineage:
     """What was done to tensors that are still alive, on one thread."""
 
     def __init__(self) -> None:
-        self._repeats, self._packed, self._softmax, self._flattened = (
-            WeakTensorKeyDictionary() for _ in range(4)
-        )
-        self._scores = WeakTensorKeyDictionary()  # of queries with keys, and what follows from these
-        self._weights = WeakTensorKeyDictionary()  # what one weight was made into: cast, turned, scaled
+        self._repeats, self._packed, self._softmax, self._flattened, self._scores, self._weights = (
+            WeakTensorKeyDictionary() for _ in range(6)
+        )  # `_scores` of queries with keys, and what follows from these; `_weights`: a weight, cast or turned
 
     def weights(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Softmax | None:
         """Where the left factor of a product comes from, if that is a softmax over keys.
@@ -89,7 +87,7 @@ class Lineage:
         x = args[0] if args else kwargs.get("input")
         if not isinstance(x, Tensor) or not isinstance(result, Tensor):
             return
-        second = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("repeats"))
+        second = args[1] if len(args) > 1 else kwargs.get("repeats" if function in _REPEATS else "dim")
         if function in _SOFTMAX:
             heads = x.shape[:2] if x.dim() == 4 else self._flattened.get(x)
             if second in (-1, x.dim() - 1) and x in self._scores and heads is not None:
@@ -98,9 +96,13 @@ class Lineage:
             self._note_weights(function, before, args, kwargs, result)
         if function in _RESHAPES:
             self._note_reshape(x, result)
-        elif function in _REPEATS and x.dim() == result.dim() == 4 and isinstance(second, int):
-            if result.shape[1] == x.shape[1] * second > x.shape[1]:
-                self._repeats[result] = second, _version(result)
+        elif (
+            function in _REPEATS
+            and isinstance(second, int)
+            and x.dim() == result.dim() == 4
+            and result.shape[1] == x.shape[1] * second > x.shape[1]
+        ):
+            self._repeats[result] = second, _version(result)
 
     def _note_weights(
         self, function: Callable[..., Any], before: Softmax, args: Any, kwargs: Any, result: Tensor
@@ -125,10 +127,7 @@ class Lineage:
             self._scores.update(dict.fromkeys(made, True))
 
     def _joins(self, function: Callable[..., Any], given: list[Tensor], weights: list[Tensor]) -> bool:
-        """Whether a function takes each of some queries, perhaps learned, with each of some keys.
-
-        As a product over features, or as sums or products of [.., T, 1, ..] and [.., 1, S, ..].
-        """
+        """Whether a function takes each of some queries, perhaps learned, with each of some keys."""
         if function is torch.einsum:
             return len(given) > 1 and not weights
         if function in _CONTRACTIONS:

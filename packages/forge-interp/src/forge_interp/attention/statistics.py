@@ -1,6 +1,6 @@
 """How do the heads of an attention call spread their weight, without ever holding all weights?
 
-Letters: B sequences, N query heads, T queries, S keys; b and t are parts of B and T.
+Letters as in `attention.call`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,8 @@ def attention_statistics(call: AttentionCall, names: Sequence[str]) -> dict[str,
 
     Source: sink: Xiao et al. 2023, arXiv:2309.17453.
     """
-    call = call.local()
-    found, add = collecting(call, names)
-    with torch.no_grad():
-        for tile in call.tiles():
-            add(tile)
-    return found
+    call.compute(names, 0)
+    return {name: call.computed.pop(name) for name in names}
 
 
 def collecting(call: AttentionCall, names: Sequence[str]) -> tuple[dict[str, Tensor], Callable[[Tile], None]]:
@@ -98,7 +94,7 @@ def _seen(tile: Tile, place: Tensor) -> tuple[Tensor, Tensor]:
 
 def _first_visible(call: AttentionCall) -> Tensor:
     """[B or 1, N or 1, 1] the first key that any query may see."""
-    batch, _, queries, keys = call.grid
+    batch, _, queries, _ = call.grid
     if call.mask is None or not batch * queries:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=call.query.device)
     parts: dict[int, Tensor] = {}  # by the first sequence

@@ -44,8 +44,7 @@ def activation_patching(
             labels to indices into the value.
         progress: draw a bar on a terminal.
 
-    Returns `values` [sites] or [sites, places ...]. InterpError where a site names nothing, shapes differ
-    between the runs, or the metric is no number.
+    InterpError where a site names nothing, shapes differ between the runs, or the metric is no number.
 
     Source: Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262; normalised as in Wang et
     al. 2022, arXiv:2211.00593, and Zhang & Nanda 2023, arXiv:2309.16042.

@@ -1,7 +1,4 @@
-"""Which direction tells two kinds of inputs apart, and what does a model do when it is added?
-
-Letters: D model dim.
-"""
+"""Which direction tells two kinds of inputs apart, and what does a model do when it is added?"""
 
 from __future__ import annotations
 
@@ -29,15 +26,11 @@ def contrastive_vectors(
     sites: str | Iterable[str],
     where: Index | None = None,
 ) -> dict[str, Tensor]:
-    """Mean activation on positive minus that on negative inputs, by site: [D], for `steer`.
+    """Mean activation on positive minus that on negative inputs, by site [B, T, D]: [D], for `steer`.
 
-    Args:
-        model: any module.
-        positive: inputs of one forward pass each.
-        negative: the same of the other kind; pairs that differ in one thing make a clean direction.
-        sites: sites and patterns of values [B, T, D].
-        where: index into a value of what is averaged, such as `(slice(None), -1)`, the last token; None: all
-            tokens that are no padding, see `site_means`. InterpError where it takes padding.
+    `positive` and `negative` are inputs of one forward pass each; pairs that differ in one thing make a clean
+    direction. `where` is an index into a value of what is averaged, such as `(slice(None), -1)`, the last
+    token; None: all tokens that are no padding, see `site_means`. InterpError where it takes padding.
 
     Source: Rimsky et al. 2023, arXiv:2312.06681, eq. 1 (contrastive activation addition).
     """

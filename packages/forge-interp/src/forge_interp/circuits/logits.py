@@ -44,7 +44,7 @@ class LogitAttribution:
     mlp: dict[str, Tensor]  # of parallel blocks add up heads and neurons
     direction: Tensor  # [B, T, D] what the logit is, as a linear function of the last residual stream
 
-    def _share(self, value: Tensor) -> Tensor:
+    def share(self, value: Tensor) -> Tensor:
         """[B, T] of a value [B, T, D] of the residual stream."""
         return (value.detach().double() * self.direction).sum(-1)
 
@@ -72,18 +72,17 @@ def attribute_logits(
     Args:
         model: a decoder with one stack of blocks; see `canonical_sites` for which parts of it are found.
         inputs: a tensor, a tuple of positional arguments, or a mapping of named ones.
-        targets: [B, T] ids, whose logits are attributed.
-        against: [B, T] ids, whose logits are subtracted.
+        targets: [B, T] ids, whose logits are attributed; those of `against` [B, T] are subtracted.
+        against: see targets.
         final_norm: `frozen_norm` takes the scale of the final norm as a constant; it must be RMS or layer
             norm. `linearized_norm` takes the tangent. A norm behind attention or MLP is frozen anyway
             (it is found by what it adds, in 16 bits less surely: use float32).
         norm: see `Unembedding`.
         head: see `Unembedding`. A factor or soft cap behind it is a constant of each logit, too.
 
-    InterpError where shares do not sum to the logits to 1e-4 (in 16 bits 3e-2) of the largest.
-
-    Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"; the scale is kept fixed
-    as in `ActivationCache.logit_attrs` of TransformerLens.
+    InterpError where shares do not sum to the logits to 1e-4 (in 16 bits 3e-2) of the largest. Source: Elhage
+    et al. 2021, "A Mathematical Framework for Transformer Circuits"; the scale is kept fixed as in
+    `ActivationCache.logit_attrs` of TransformerLens.
     """
     end, sites = Unembedding(model, norm, head), canonical_sites(model, inputs)
     blocks = [name.removesuffix(".resid_pre") for name in sites if name.endswith(".resid_pre")]
@@ -101,13 +100,13 @@ def attribute_logits(
     found = LogitAttribution(chosen, {}, {}, {}, {}, {}, {}, direction)
     values, modules = {name: kept[site] for name, site in sites.items()}, named_modules(model)
     norms = {name: (modules[norm], kept[f"{norm}:in"]) for name, norm in behind.items()}
-    parts, before = found.parts, found._share(values[f"{blocks[0]}.resid_pre"])
+    parts, before = found.parts, found.share(values[f"{blocks[0]}.resid_pre"])
     parts["embed"], between = before, torch.zeros_like(before)
     for block in blocks:
-        between += found._share(values[f"{block}.resid_pre"]) - before
+        between += found.share(values[f"{block}.resid_pre"]) - before
         _add_block(found, block, values, norms)
-        before = found._share(values[f"{block}.resid_post"])
-    parts["between"], parts["constant"] = between + found._share(last) - before, constant
+        before = found.share(values[f"{block}.resid_post"])
+    parts["between"], parts["constant"] = between + found.share(last) - before, constant
     worst = (torch.stack(list(parts.values())).sum(0) - chosen).abs().max().item()
     if not worst <= _close(last.dtype) * max(1.0, chosen.abs().max().item()):
         raise InterpError(f"shares miss the logits by {worst:.3g}; expected their sum: pass norm= and head=")
@@ -123,12 +122,12 @@ def _add_block(
     """Add the shares of a block, by values of all canonical names, to what was found."""
     pre, post = values[f"{block}.resid_pre"], values[f"{block}.resid_post"]
     middle, neurons = values.get(f"{block}.resid_mid"), values.get(f"{block}.mlp.post")
-    found.parts[block] = found.rest[block] = found._share(post) - found._share(pre)
+    found.parts[block] = found.rest[block] = found.share(post) - found.share(pre)
     if middle is not None and neurons is not None and not _passes(middle, post, found.direction):
         return  # behind a norm of the sum of stream and MLP, nothing has a share
     if middle is not None:
-        found.attention[block] = found._share(middle) - found._share(pre)
-        found.mlp[block] = found._share(post) - found._share(middle)
+        found.attention[block] = found.share(middle) - found.share(pre)
+        found.mlp[block] = found.share(post) - found.share(middle)
     elif neurons is None:
         return  # an MLP that is not seen is in the path of the heads
     made_of_heads = post if middle is None else middle
@@ -202,10 +201,7 @@ def _passes(middle: Tensor, post: Tensor, direction: Tensor) -> bool:
 
 
 def _shares(source: Tensor, made: Tensor, direction: Tensor, has_heads: bool) -> Tensor | None:
-    """[B, T, N] or [B, T, F]: what each number of `source` adds to `made` in a direction; None: it is no sum.
-
-    It is none behind the norm of a sum (OpenAI GPT, OPT 350M): then the gradient depends on the source.
-    """
+    """What each number of `source` adds to `made` in a direction, [B, T, N or F]; None: it is no sum."""
     along = (made.double() * direction).sum()
     (effect,) = torch.autograd.grad(along, source, create_graph=True, materialize_grads=True)
     if effect.requires_grad:

@@ -12,7 +12,7 @@ import numpy as np
 
 from forge_interp.analysis.arrays import Array, Labels, as_alphas, as_array, as_labels
 from forge_interp.errors import InterpError, optional
-from forge_interp.recordings.response import as_runs, delayed
+from forge_interp.recordings.words import as_runs, delayed
 
 ALPHAS = np.logspace(-1, 7, 17)
 _TARGETS = 2048  # voxels, or permutations of them, that are predicted at once

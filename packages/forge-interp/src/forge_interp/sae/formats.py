@@ -74,9 +74,8 @@ def load_sae(
         dtype: of the weights; default that of the file.
         device: where to put them.
 
-    Raises:
-        InterpError: the folder is none of these; a key of its configuration is unknown, or stands for what
-            is not computed here; weights are missing, too many, or of other shapes.
+    InterpError: the folder is none of these; a key of its configuration is unknown, or stands for what is not
+    computed here; weights are missing, too many, or of other shapes.
     """
     folder = Path(folder)
     readers: dict[str, Callable[[], _Read]] = {

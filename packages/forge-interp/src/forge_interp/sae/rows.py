@@ -8,7 +8,7 @@ anywhere without reading what was before, and processes can share the work of on
 from __future__ import annotations
 
 import zlib
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,28 +23,14 @@ from forge_interp.extraction.store import ActivationStore
 from forge_interp.hooks.sites import key_of
 
 
-class Rows(Protocol):
-    """Inputs and targets [rows, D] of an autoencoder, by window."""
-
-    windows: int  # in an epoch
-
-    def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        """Its share of the rows of window `number`; all shares in order are the window."""
-        ...
-
-    def identity(self) -> dict[str, Any]:
-        """What determines the rows, to be compared when a run goes on."""
-        ...
-
-
 def generator(*seeds: int) -> torch.Generator:
     """A generator for these numbers."""
     state = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state))
 
 
-class _Windows:
-    """Windows of units, in an order of their own in each epoch; a share of one are some of its units."""
+class Rows:
+    """Inputs and targets [rows, D] of an autoencoder, in `windows` of units, by epoch in another order."""
 
     def __init__(self, sites: list[str], unit: int, per_window: int, rows: int, seed: int) -> None:
         if not rows >= 1 or not 1 <= unit <= per_window:
@@ -57,7 +43,7 @@ class _Windows:
         self.windows = -(-self._total // self._per_window)
 
     def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        """See `Rows`."""
+        """This rank's share of the rows of window `number`; all shares in order are the window."""
         order = torch.randperm(self._total, generator=generator(self._seed, number // self.windows)).tolist()
         start = number % self.windows * self._per_window
         units = order[start : start + self._per_window]
@@ -66,7 +52,7 @@ class _Windows:
         return made[0], made[-1]
 
     def identity(self) -> dict[str, Any]:
-        """See `Rows`."""
+        """What determines the rows, to be compared when a run goes on."""
         return {"sites": self._sites, "window": [self._per_window, self._unit, self._total, self._seed]}
 
     def _read(self, units: list[range]) -> list[Tensor]:
@@ -74,7 +60,7 @@ class _Windows:
         raise NotImplementedError
 
 
-class StoreRows(_Windows):
+class StoreRows(Rows):
     """Rows of an `ActivationStore`: `site`, and for a transcoder `target`.
 
     `window_rows` are in memory at a time, read in blocks of `block_rows` neighbours. InterpError where there
@@ -106,7 +92,7 @@ class StoreRows(_Windows):
         return [torch.cat([self._store.read(site, *cut) for cut in cuts]).flatten(1) for site in self._sites]
 
 
-class ModelRows(_Windows):
+class ModelRows(Rows):
     """Rows that a model computes as they are needed, of the valid tokens of a sequence of samples.
 
     `options` are those of `extract_representations`, which computes the rows (`tokens`, `mask`, `pad_id`,

@@ -82,16 +82,10 @@ def train_sae(
     With torch.distributed every rank calls it: each takes its rows of every batch, gradients are added, and
     the result is that of one process but for rounding. Collective.
 
-    Args:
-        config: what to train; `normalize_activations` "none" (see `scale_input`).
-        rows: `StoreRows` or `ModelRows`, of which one window is in memory at a time. Rows of a window that
-            make no whole batch are left out, also all of a window that is smaller.
-        training: how.
-        out: a folder for the state, `metrics.jsonl` and in the end the autoencoder (format of SAELens, see
-            `load_sae`). The same call goes on from there, with the same bits on the same machine. None:
-            nothing is written.
-        device: where to train.
-        progress: draw a bar on a terminal.
+    `config` has `normalize_activations` "none" (see `scale_input`). Of `rows` (`StoreRows`, `ModelRows`) one
+    window is in memory at a time; rows that make no whole batch of a window are left out. `out` is a folder
+    for the state, `metrics.jsonl` and in the end the autoencoder (format of SAELens, see `load_sae`): the
+    same call goes on from there, with the same bits on the same machine. None: nothing is written.
 
     InterpError: `out` belongs to another training, with the differences; no window has a whole batch; rows or
     weights are not finite; the autoencoder has no format to be saved in.
