@@ -71,7 +71,7 @@ class AttentionCall:
             raise InterpError("attention was called with nested tensors; expected padded ones: pad the batch")
         if query.dim() not in (3, 4):
             raise InterpError(f"attention has queries {list(query.shape)}; expected 3 or 4 dimensions")
-        given, heads = lineage.undone(given) if lineage else (given, {"packed": None})
+        given, heads = lineage.undone(given) if lineage else (given, dict[str, Any](packed=None))
         output = output if output is None or heads["packed"] is None else unpack(output, heads["packed"])
         query, mask, is_causal, scale = (given[k] for k in ("query", "attn_mask", "is_causal", "scale"))
         biases = sys.modules.get("torch.nn.attention.bias")  # whose import would load the compiler

@@ -24,9 +24,13 @@ class _Unseen:
 
 
 def is_flex(function: Any, args: Sequence[Any]) -> bool:
-    """Whether a function is FlexAttention whose scores are products and a mask, with nothing between."""
+    """Whether a function is FlexAttention whose scores are products and a mask, with nothing between.
+
+    Two names of torch are private; without them FlexAttention is not seen.
+    """
     module = sys.modules.get("torch.nn.attention.flex_attention")
-    return module is not None and function is module.flex_attention_hop and args[3] is module._identity
+    flex, plain = (getattr(module, name, module) for name in ("flex_attention_hop", "_identity"))
+    return module is not None and function is flex and args[3] is plain
 
 
 def as_sdpa(

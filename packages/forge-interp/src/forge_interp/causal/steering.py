@@ -58,8 +58,9 @@ def _means(
         with capture(model, sites) as acts:
             call_model(model, inputs)
         for site, value in acts.items():
-            is_masked = mask is not None and mask.shape == value.shape[:2]
-            keep = mask.to(value.device)[..., None].expand_as(value) if is_masked else torch.ones_like(value)
+            keep = torch.ones_like(value)
+            if mask is not None and mask.shape == value.shape[:2]:
+                keep = mask.to(value.device)[..., None].expand_as(value)
             with fitting(value, f"where={where!r} at {site!r}"):
                 chosen, is_real = value[where], bool(keep[where].all())
             if chosen.shape[-1:] != value.shape[-1:]:

@@ -5,7 +5,7 @@ repeats, P permutations.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -100,8 +100,9 @@ def encode(
         weights = np.concatenate([np.full((1, len(x)), 1 / len(x)), _to_numpy(drawn)[1:]])
     problem = _Problem(x, numbers, held_out, delays, candidates, weights)
     found = _folds(problem, y)
-    p = _p_values(problem, y, found, permutations, block, seed) if permutations else None
-    return EncodingScores(tuple(x), *found, p)
+    return (
+        replace(found, p=_p_values(problem, y, found, permutations, block, seed)) if permutations else found
+    )
 
 
 def noise_ceiling(repeats: Array, runs: Labels) -> np.ndarray:
@@ -120,8 +121,8 @@ def noise_ceiling(repeats: Array, runs: Labels) -> np.ndarray:
     return np.sqrt(reliability.clip(0, 1))
 
 
-def _folds(problem: _Problem, y: np.ndarray) -> tuple[np.ndarray, ...]:
-    """`r`, `r2`, `band_r2`, `penalties` and `predictions` of recordings [S, V]."""
+def _folds(problem: _Problem, y: np.ndarray) -> EncodingScores:
+    """The scores of recordings [S, V], without p values."""
     predictions, scores = np.full(y.shape, np.nan), []
     for run in problem.held_out:
         test = problem.runs == run
@@ -133,7 +134,8 @@ def _folds(problem: _Problem, y: np.ndarray) -> tuple[np.ndarray, ...]:
         with np.errstate(invalid="ignore", divide="ignore"):
             band_r2 = (parts * (2 * actual - guess)).sum(1) / (actual**2).sum(0)
         scores.append((_correlation(guess, actual), band_r2.sum(0), band_r2, penalties))
-    return (*(np.stack(column) for column in zip(*scores, strict=True)), predictions)
+    r, r2, band_r2, penalties = (np.stack(column) for column in zip(*scores, strict=True))
+    return EncodingScores(tuple(problem.bands), r, r2, band_r2, penalties, predictions, None)
 
 
 def _fit(problem: _Problem, y: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -169,11 +171,11 @@ def _fit(problem: _Problem, y: np.ndarray, test: np.ndarray) -> tuple[np.ndarray
 
 
 def _p_values(
-    problem: _Problem, y: np.ndarray, found: tuple[np.ndarray, ...], permutations: int, block: int, seed: int
+    problem: _Problem, y: np.ndarray, found: EncodingScores, permutations: int, block: int, seed: int
 ) -> np.ndarray:
     """[V] share of permutations, and the recordings as they are, with a mean r at least as large."""
     random = np.random.default_rng(seed)
-    actual, predictions = found[0].mean(0), found[-1]
+    actual = found.r.mean(0)
     orders = [_shuffled_blocks(problem.runs, block, random) for _ in range(permutations)]
     together = max(1, _TARGETS // y.shape[1])
     test = problem.runs == problem.held_out[0]
@@ -181,9 +183,9 @@ def _p_values(
     for start in range(0, permutations, together):
         some = orders[start : start + together]
         if len(problem.held_out) == 1:
-            r = np.stack([_correlation(predictions[test], y[order][test]) for order in some])
+            r = np.stack([_correlation(found.predictions[test], y[order][test]) for order in some])
         else:
-            r = _folds(problem, np.concatenate([y[order] for order in some], axis=1))[0].mean(0)
+            r = _folds(problem, np.concatenate([y[order] for order in some], axis=1)).r.mean(0)
         count += (r.reshape(len(some), -1) >= actual).sum(0)
     return np.where(np.isnan(actual), np.nan, count / (permutations + 1))
 

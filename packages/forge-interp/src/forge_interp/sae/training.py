@@ -59,7 +59,9 @@ class SAETraining:
 
     def __post_init__(self) -> None:
         """Look at all values."""
-        least = dict.fromkeys(("steps", "batch_rows", "save_every", "log_every", "dead_after_steps"), 1)
+        least: dict[str, int] = dict.fromkeys(
+            ("steps", "batch_rows", "save_every", "log_every", "dead_after_steps"), 1
+        )
         least |= dict.fromkeys(("lr_warmup_steps", "lr_decay_steps", "sparsity_warmup_steps"), 0)
         values = {name: getattr(self, name) for name in least}
         wrong = [f"{k} is {v!r}; expected {least[k]} or more" for k, v in values.items() if not v >= least[k]]
@@ -100,21 +102,21 @@ def train_sae(
         architecture_of(config)  # before the work is done
     run = _Run(config, rows, training, torch.device(device or "cpu"))
     folder = None if out is None else Path(out)
-    writes = folder is not None and run.rank == 0
-    with _locked(folder) if writes else nullcontext():
+    written = folder if run.rank == 0 else None  # by one rank
+    with nullcontext() if written is None else _locked(written):
         if folder is not None:
             run.resume(folder)
         steps = range(run.step, training.steps)
         for step in with_progress(steps, len(steps), "sae", progress and run.rank == 0):
             metrics = run.one_step()
-            if writes and metrics:
-                with (folder / METRICS).open("a") as file:
+            if written is not None and metrics:
+                with (written / METRICS).open("a") as file:
                     file.write(dump(metrics) + "\n")
-            if writes and ((step + 1) % training.save_every == 0 or step + 1 == training.steps):
-                run.save(folder)
+            if written is not None and (not (step + 1) % training.save_every or step + 1 == training.steps):
+                run.save(written)
         run.sae.fold_scale(run.scale or 1.0)
-        if writes:
-            save_sae(run.sae, folder)
+        if written is not None:
+            save_sae(run.sae, written)
     if run.size > 1:
         dist.barrier()
     return run.sae
