@@ -11,6 +11,8 @@ from torch import Tensor
 
 from forge_interp.errors import InterpError
 
+FLEX = "torch.nn.attention.flex_attention"
+
 
 class _Unseen:
     """Stands for the log-sum-exp of scores, by which the model would change weights after the softmax."""
@@ -28,7 +30,7 @@ def is_flex(function: Any, args: Sequence[Any]) -> bool:
 
     Two names of torch are private; without them FlexAttention is not seen.
     """
-    module = sys.modules.get("torch.nn.attention.flex_attention")
+    module = sys.modules.get(FLEX)
     flex, plain = (getattr(module, name, module) for name in ("flex_attention_hop", "_identity"))
     return module is not None and function is flex and args[3] is plain
 
@@ -40,7 +42,7 @@ def as_sdpa(
 
     The mask, [B or 1, N or 1, T, S] bool, is that of the block mask, every place of it asked for.
     """
-    create_mask = sys.modules["torch.nn.attention.flex_attention"].create_mask
+    create_mask = sys.modules[FLEX].create_mask
     query, key, value, _, blocks, scale, *_ = args
     rows, heads = blocks[2].shape[:2]  # how many blocks of keys there are, [B or 1, N or 1, blocks]
     mask = create_mask(blocks[-1], rows, heads, query.shape[2], key.shape[2], device=query.device)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_interp.attention.flex import FLEX
 from forge_interp.attention.lineage import Lineage
 from forge_interp.errors import InterpError
 from forge_interp.hooks.engine import values
@@ -285,8 +286,9 @@ class _Eagerly:
             self._num_open += 1
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        compiler = sys.modules.get("torch._dynamo") if self._is_compiler_free else None
-        is_refused = compiler is not None and isinstance(error, compiler.exc.TorchDynamoException)
+        is_refused = self._is_compiler_free and isinstance(
+            error, sys.modules["torch._dynamo"].exc.TorchDynamoException
+        )
         with _LOCK:
             self._num_open -= 1
             if self._num_open == 0 and self._stance is not None:
@@ -296,18 +298,17 @@ class _Eagerly:
             raise _compiled_inside() from error
 
     def check(self) -> None:
-        """A module is called: refuse it in code that is being compiled; else, nothing is from here on."""
-        if self._is_compiler_free:
-            if torch.compiler.is_compiling() or is_frame_compiled():
-                raise _compiled_inside()
-            with _LOCK:
+        """A module is called: refuse it in code that is being compiled."""
+        if self._is_compiler_free and (torch.compiler.is_compiling() or is_frame_compiled()):
+            raise _compiled_inside()
+        if self._stance is None and not self._is_compiler_free and FLEX in sys.modules:
+            with _LOCK:  # before it loads the compiler
                 self._stance = torch.compiler.set_stance("force_eager")
 
     @property
     def _is_compiler_free(self) -> bool:
-        """Whether the compiler, or FlexAttention, which loads it, is there and may compile."""
-        names = ("torch._dynamo", "torch.nn.attention.flex_attention")
-        return self._stance is None and any(name in sys.modules for name in names)
+        """Whether the compiler is there and may compile, as it was loaded inside the `with`."""
+        return self._stance is None and "torch._dynamo" in sys.modules
 
 
 def _compiled_inside() -> InterpError:
