@@ -191,7 +191,11 @@ class AttentionCall:
         gate = Gate(call, tolerance) if is_checked else None
         for tile in call.tiles() if dense or others or (gate is not None and check == "all") else ():
             for name, value in dense.items():
-                value[tile.batch, :, tile.queries] = getattr(tile, name)
+                part = getattr(tile, name)
+                if part.shape == call.grid and len(dense) == 1 and not call.edits:
+                    dense[name] = part  # which nobody else holds
+                else:
+                    value[tile.batch, :, tile.queries] = part
             add(tile)
             if gate is not None and check == "all":
                 gate.add(tile)
