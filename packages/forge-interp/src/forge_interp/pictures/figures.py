@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from forge_interp.analysis.cka import LayerSimilarity
+from forge_interp.analysis.similarity import LayerSimilarity
 from forge_interp.causal.table import PatchingTable
 from forge_interp.dynamics import TrainingDynamics
 from forge_interp.errors import InterpError, optional
