@@ -3,7 +3,14 @@
 from forge_interp.analysis.accumulate import Moments
 from forge_interp.analysis.probe import ProbeCurve, control_task, probe_layers
 from forge_interp.analysis.similarity import (
-    LayerSimilarity, canonical_correlations, compare_layers, linear_cka, mean_cca, procrustes, pwcca, svcca,
+    LayerSimilarity,
+    canonical_correlations,
+    compare_layers,
+    linear_cka,
+    mean_cca,
+    procrustes,
+    pwcca,
+    svcca,
 )  # fmt: skip
 from forge_interp.attention.call import AttentionCall
 from forge_interp.attention.statistics import attention_statistics
