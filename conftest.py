@@ -122,8 +122,8 @@ def _of_test(nodeid: str, new: set[int]) -> set[int]:
     if not new:
         return set()
     parents = {pid: _parent(pid) for pid in _running()}
-    orphan = f"PYTEST_CURRENT_TEST={nodeid} ("
-    ours = {pid for pid in new if _descends(pid, parents) or _has(pid, orphan)}
+    orphan, run = f"PYTEST_CURRENT_TEST={nodeid} (", f"{RUN}={os.environ[RUN]}"
+    ours = {pid for pid in new if _descends(pid, parents) or (_has(pid, orphan) and _has(pid, run))}
     return ours - _warm()
 
 

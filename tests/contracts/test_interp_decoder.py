@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from forge_interp import InterpError, capture
+from forge_interp import InterpError, capture, edit
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.attention.cache import Cache
 from forge_model.attention.mask import Mask
@@ -270,3 +270,76 @@ def test_attention_with_a_cap_or_sinks_is_seen_on_a_cpu(case, window):
         assert (pattern[..., hidden] == 0).all()
         total = pattern.sum(-1)
         assert (total < 1).all() if "sinks" in CAPPED[case] else torch.allclose(total, torch.ones_like(total))
+
+
+@pytest.fixture
+def flex(monkeypatch):
+    """Have FlexAttention compute on this device what it computes on a GPU; the list has each call of it."""
+    from forge_model.attention import explicit, mask
+
+    calls, attend = [], mask.attend_flex
+    for module in (mask, explicit):
+        monkeypatch.setattr(module, "suits_flex", lambda given: True)
+        monkeypatch.setattr(module, "attend_flex", lambda *a, **k: calls.append(a) or attend(*a, **k))
+    return calls
+
+
+FLEX = ["layers.*:out", *(f"layers.*.attention:attn.{part}" for part in (*ATTENTION, "entropy", "sink"))]
+quietly = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def wide(case):
+    """Heads as wide as FlexAttention's kernels, which else add zeros to queries, keys and values."""
+    attention = GroupedQueryConfig(num_heads=4, **{"num_kv_heads": 2} | case)
+    config = DecoderConfig(vocab_size=VOCAB, dim=64, num_layers=2, max_tokens=512, attention=attention)
+    model = config.build()
+    initialize(model, 0)
+    return model.double().eval()
+
+
+@quietly
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("length", [LENGTH, 200])
+def test_flex_attention_of_documents_is_seen_as_that_by_a_dense_mask(request, window, length):
+    model, ids = wide({"sliding_window": window}), torch.randint(VOCAB, (2, length))
+    docs = torch.arange(length) // 4 + torch.tensor([[0], [1]]) * (torch.arange(length) > 7)
+    with capture(model, FLEX) as expected:
+        model(ids, doc_ids=docs)
+    calls = request.getfixturevalue("flex")
+    with capture(model, FLEX) as acts:
+        model(ids, doc_ids=docs)
+    assert len(calls) == 2 and list(acts) == list(expected)
+    for site, value in expected.items():
+        torch.testing.assert_close(acts[site], value, **EXACT, equal_nan=True, msg=site)
+
+
+@quietly
+@pytest.mark.parametrize("part", ["q", "v", "raw", "scores", "pattern", "z"])
+def test_edits_of_flex_attention_are_those_of_a_dense_mask(request, part):
+    model, ids, docs = wide({}), tokens(), two_documents()
+    scaled = {
+        f"layers.*.attention:attn.{part}": lambda x: x * torch.linspace(0.5, 1, x.shape[1])[:, None, None]
+    }
+    with edit(model, scaled):
+        expected = model(ids, doc_ids=docs)
+    assert not torch.allclose(expected, model(ids, doc_ids=docs))
+    request.getfixturevalue("flex")
+    with edit(model, scaled):
+        torch.testing.assert_close(model(ids, doc_ids=docs), expected, **EXACT)
+
+
+@quietly
+@pytest.mark.parametrize("case", CAPPED)
+def test_flex_attention_with_a_cap_or_sinks_is_refused_where_asked_for_alone(flex, case):
+    model, ids, docs = wide(CAPPED[case]), tokens(), two_documents()
+    for site in ("layers.0.attention:attn.pattern", "layers.0.attention:attn.z"):
+        with pytest.raises(InterpError, match=r"log-sum-exp|score_mod"), capture(model, site):
+            model(ids, doc_ids=docs)
+    with capture(model, "layers.1:out") as plain:
+        model(ids, doc_ids=docs)
+    with (
+        pytest.raises(InterpError, match="FlexAttention"),
+        capture(model, ["layers.1:out", "head:attn.z"]) as acts,
+    ):
+        model(ids, doc_ids=docs)
+    assert torch.equal(acts["layers.1:out"], plain["layers.1:out"])

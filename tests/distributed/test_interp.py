@@ -370,7 +370,10 @@ def moments(world_size: int) -> dict[str, np.ndarray]:
         "b": torch.randn(101, 4, generator=generator),
     }
     own = Moments.of({name: x.tensor_split(world_size)[rank] for name, x in blocks.items()})
-    return arrays((own.all_reduce() if world_size > 1 else own).state() | {"ab": own.comoment("a", "b")})
+    own = own.all_reduce() if world_size > 1 else own
+    found = {"count": own.count, "ab": own.comoment("a", "b")}
+    found |= {"power": own.power("a"), "cross_power": own.cross_power("a", "b")}
+    return {name: np.asarray(value) for name, value in found.items()}
 
 
 def test_moments_added_over_ranks_equal_one_process():

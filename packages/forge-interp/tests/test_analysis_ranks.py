@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.cca import pwcca
-from forge_interp.analysis.cka import linear_cka
+from forge_interp.analysis.similarity import linear_cka, pwcca
 from forks import Forks
 from torch import distributed
 

@@ -299,7 +299,7 @@ def test_attention_that_is_written_out_is_seen():
 def flexible(q: Tensor) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention(q, q, q)
+    return flex_attention(q, q, q, lambda score, b, h, t, s: score / 2)
 
 
 def below(q: Tensor) -> Tensor:

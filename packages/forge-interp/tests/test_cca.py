@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.cca import canonical_correlations, mean_cca, procrustes, pwcca, svcca
+from forge_interp.analysis.similarity import canonical_correlations, mean_cca, procrustes, pwcca, svcca
 from forge_interp.errors import InterpError
 
 

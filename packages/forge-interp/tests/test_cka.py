@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.cka import linear_cka
+from forge_interp.analysis.similarity import linear_cka
 from forge_interp.errors import InterpError
 
 

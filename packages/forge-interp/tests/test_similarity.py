@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.cka import linear_cka
-from forge_interp.analysis.similarity import MEASURES, compare_layers
+from forge_interp.analysis.similarity import MEASURES, compare_layers, linear_cka
 from forge_interp.errors import InterpError
 
 

@@ -82,7 +82,7 @@ def test_what_cannot_be_is_refused():
     model = Model()
     with pytest.raises(InterpError, match="no batches"):
         contrastive_vectors(model, [], batches(0, 1), "mix")
-    with pytest.raises(InterpError, match="expected inputs of both kinds"):
+    with pytest.raises(InterpError, match="no batches"):
         contrastive_vectors(model, batches(0, 1), [], "mix", where=(slice(1, None), -1))
     with pytest.raises(InterpError, match="where="):
         contrastive_vectors(model, batches(0, 1), batches(0, 1), "mix", where=(0, 0, 0, 0))

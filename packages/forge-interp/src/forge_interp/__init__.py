@@ -1,10 +1,17 @@
 """Look inside any nn.Module: capture, edit, extract, compare."""
 
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.cca import canonical_correlations, mean_cca, procrustes, pwcca, svcca
-from forge_interp.analysis.cka import LayerSimilarity, linear_cka
 from forge_interp.analysis.probe import ProbeCurve, control_task, probe_layers
-from forge_interp.analysis.similarity import compare_layers
+from forge_interp.analysis.similarity import (
+    LayerSimilarity,
+    canonical_correlations,
+    compare_layers,
+    linear_cka,
+    mean_cca,
+    procrustes,
+    pwcca,
+    svcca,
+)  # fmt: skip
 from forge_interp.attention.call import AttentionCall
 from forge_interp.attention.statistics import attention_statistics
 from forge_interp.canonical import CanonicalSites, canonical_sites

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.cka import linear_cka
+from forge_interp.analysis.similarity import linear_cka
 from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations
 from forge_interp.extraction.store import ActivationStore

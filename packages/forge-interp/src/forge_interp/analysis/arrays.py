@@ -40,6 +40,20 @@ def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.flo
     return (array if array.ndim == 2 else array[:, None]).to(dtype or array.dtype)
 
 
+def as_array(values: Array, name: str) -> np.ndarray:
+    """The same as float64 of numpy; InterpError also where a value is NaN or infinite."""
+    check_finite(matrix := as_matrix(values, name), name)
+    return matrix.cpu().numpy()
+
+
+def as_alphas(alphas: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Penalties to choose from; InterpError where there are none, or one is not positive."""
+    found = np.asarray(alphas, dtype=np.float64)
+    if not found.size or not (found > 0).all():
+        raise InterpError(f"alphas are {found.tolist()}; expected at least one, all positive")
+    return found
+
+
 def as_labels(values: Array | Labels) -> np.ndarray:
     """Give labels or targets as a numpy array, torch ones (bfloat16 and device tensors too) copied."""
     if not isinstance(values, Tensor):

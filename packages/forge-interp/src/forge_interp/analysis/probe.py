@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_interp.analysis.arrays import Array, Labels, as_labels, as_matrix, check_finite
+from forge_interp.analysis.arrays import Array, Labels, as_alphas, as_array, as_labels
 from forge_interp.errors import InterpError, optional
 
 _ALPHAS = {"ridge": np.logspace(-2, 6, 17), "logistic": np.logspace(-1, 3, 5)}
@@ -88,17 +88,14 @@ def probe_layers(
     if kind not in _ALPHAS:
         raise InterpError(f"kind is {kind!r}; expected one of {list(_ALPHAS)}")
     target = target.astype(np.float64).reshape(len(target), -1) if kind == "ridge" else target
-    candidates = np.array(_ALPHAS[kind] if alphas is None else alphas, dtype=np.float64)
-    if not candidates.size or not (candidates > 0).all():
-        raise InterpError(f"alphas are {candidates.tolist()}; expected at least one, all positive")
+    candidates = as_alphas(_ALPHAS[kind] if alphas is None else alphas)
     members = None if groups is None else np.asarray(groups)
     _check(layers, target, members, num_folds)
     folds = group_folds(np.arange(len(target)) if members is None else members, num_folds, seed)
     tasks = [target] if types is None else [target, control_task(types, target, seed=seed)]
     scores = np.empty((len(tasks), len(layers), num_folds))
     for i, (name, layer) in enumerate(layers.items()):
-        check_finite(matrix := as_matrix(layer, name), name)
-        x = matrix.cpu().numpy()
+        x = as_array(layer, name)
         if len(x) != len(target):
             raise InterpError(f"{name} has {len(x)} rows, y has {len(target)}; expected the same samples")
         for fold, (train, test) in enumerate(folds):
@@ -156,17 +153,15 @@ def _fit(kind: str, x: np.ndarray, y: np.ndarray, alphas: np.ndarray, groups: np
             if len(alphas) > 1:
                 members = np.arange(len(y)) if groups is None else groups
                 folds = group_folds(members, min(3, max(2, len(np.unique(members)))))
-                guesses = [cross_val_predict(model(alpha), x, y, cv=folds) for alpha in alphas]
-                errors = np.array([_errors(kind, y, np.asarray(guess)) for guess in guesses])
-                best = alphas[errors.argmin(0)]
+                guesses = [np.asarray(cross_val_predict(model(a), x, y, cv=folds)) for a in alphas]
+                if kind == "ridge":  # a penalty for each target
+                    errors = [np.square(guess.reshape(y.shape) - y).sum(0) for guess in guesses]
+                else:
+                    errors = [(guess != y).sum() for guess in guesses]
+                best = alphas[np.argmin(errors, axis=0)]
             return model(best).fit(x, y)
         except ConvergenceWarning as error:
             raise InterpError(f"{error}; expected convergence: raise alphas") from error
-
-
-def _errors(kind: str, y: np.ndarray, guess: np.ndarray) -> np.ndarray:
-    """[T] squared error of each target, or [] the number of wrong labels."""
-    return np.square(guess.reshape(y.shape) - y).sum(0) if kind == "ridge" else (guess != y).sum()
 
 
 def _score(kind: str, y: np.ndarray, guess: np.ndarray) -> float:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from forge_interp.attention.lineage import Lineage, Softmax, bind, canonical, pack, unpack
+from forge_interp.attention.lineage import Lineage, Softmax, bind, pack, unpack
 from forge_interp.attention.placement import is_dtensor, local_parts, placed_like, unrepeated
 from forge_interp.attention.statistics import STATISTICS, collecting
 from forge_interp.attention.tiles import HIDES, Gate, Tile, autocast_dtype, four, grouped
@@ -71,14 +71,14 @@ class AttentionCall:
             raise InterpError("attention was called with nested tensors; expected padded ones: pad the batch")
         if query.dim() not in (3, 4):
             raise InterpError(f"attention has queries {list(query.shape)}; expected 3 or 4 dimensions")
-        heads = lineage.of(query, key, given["value"]) if lineage else {}
-        if heads:
-            given = canonical(given, **heads)
-            output = output if output is None or heads["packed"] is None else unpack(output, heads["packed"])
+        given, heads = lineage.undone(given) if lineage else (given, dict[str, Any](packed=None))
+        output = output if output is None or heads["packed"] is None else unpack(output, heads["packed"])
         query, mask, is_causal, scale = (given[k] for k in ("query", "attn_mask", "is_causal", "scale"))
         biases = sys.modules.get("torch.nn.attention.bias")  # whose import would load the compiler
         if biases is not None and isinstance(mask, biases.CausalBias):
-            is_causal, mask = mask.variant.name == "UPPER_LEFT", _lower_right(mask, query.device)
+            queries, keys, is_causal = mask.seq_len_q, mask.seq_len_kv, mask.variant.name == "UPPER_LEFT"
+            seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+            mask = None if is_causal else seen
         return cls(
             query=query,
             key=given["key"],
@@ -109,8 +109,7 @@ class AttentionCall:
         """
         batch, heads, queries, keys = softmax.scores.shape
         repeats = 1 if lineage is None else lineage.repeats(values)
-        scores = softmax.scores
-        scores = scores if scores.dtype == torch.float64 else scores.float()
+        scores = softmax.scores.to(torch.promote_types(torch.float32, softmax.scores.dtype))
         shape = torch.Size((*weights.shape[:-1], values.shape[-1]))
         output = values.new_empty(shape, device="meta") if output is None else output
         empty = scores.new_empty(batch, heads, max(queries, keys), 0)
@@ -182,27 +181,24 @@ class AttentionCall:
         `check` says at which queries softmax(scores) V is compared with the output, see there.
         """
         call = self.local()
-        wanted = [name for name in dict.fromkeys(names) if name not in TENSORS]
         dense: dict[str, Tensor] = {}
-        for name in wanted:
-            if name in DENSE:
-                call._check_budget(name, max_bytes)
-        statistics, add = collecting(call, [name for name in wanted if name not in DENSE])
+        for name in (name for name in DENSE if name in names):
+            call._check_budget(name, max_bytes)
+            dense[name] = call.query.new_empty(call.grid, dtype=call.dtype)
+        others = [name for name in dict.fromkeys(names) if name not in TENSORS and name not in DENSE]
+        statistics, add = collecting(call, others)
         is_checked = check != "nothing" and not self.query.is_meta and bool(call.key.shape[-2])
         gate = Gate(call, tolerance) if is_checked else None
-        for tile in call.tiles() if wanted or (gate is not None and check == "all") else ():
-            for name in (name for name in wanted if name in DENSE):
-                value = getattr(tile, name)
-                if value.shape == call.grid:  # all of it, which nobody else holds but for edits and its like
-                    is_held = name in call.edits or any(value is other for other in dense.values())
-                    dense[name] = value.clone() if is_held else value
+        for tile in call.tiles() if dense or others or (gate is not None and check == "all") else ():
+            for name, value in dense.items():
+                part = getattr(tile, name)
+                if part.shape == call.grid and len(dense) == 1 and not call.edits:
+                    dense[name] = part  # which nobody else holds
                 else:
-                    dense.setdefault(name, value.new_empty(call.grid))[tile.batch, :, tile.queries] = value
+                    value[tile.batch, :, tile.queries] = part
             add(tile)
             if gate is not None and check == "all":
                 gate.add(tile)
-        for name in (name for name in wanted if name in DENSE and name not in dense):  # there is nothing
-            dense[name] = torch.empty(call.grid, dtype=call.dtype, device=call.query.device)
         if gate is not None:
             for tile in call.samples() if check == "some" else ():
                 gate.add(tile)
@@ -213,17 +209,14 @@ class AttentionCall:
         """Compare softmax(scores) V with the output, streamed; InterpError where they differ.
 
         Queries that see no key are left out. The error of a head at a query may reach (tolerance + 16 eps max
-        |score|) times the largest of sum_s pattern_s |V_s| over H': the error that rounding of V, weights and
-        scores can make. The relative tolerance is by default that of the output's dtype (float32: 1e-5,
-        bfloat16: 2e-2; more where the user lets float32 products be computed in TF32 or bfloat16).
+        |score|) times the largest of sum_s pattern_s |V_s| over H': the error that rounding can make. The
+        relative tolerance is by default that of the output's dtype (float32: 1e-5, bfloat16: 2e-2; more where
+        the user lets float32 products be computed in TF32 or bfloat16).
         """
         self.compute((), 0, check="all", tolerance=tolerance)
 
     def local(self) -> AttentionCall:
-        """The sequences and heads of this rank where the call was given DTensors, else the call itself.
-
-        Raises InterpError: queries, keys or values of a sequence or a head are spread over ranks.
-        """
+        """The sequences and heads of this rank where the call was given DTensors, else the call itself."""
         if not is_dtensor(self.query):
             return self
         if self.is_softmax:
@@ -235,10 +228,7 @@ class AttentionCall:
         return replace(self, **local_parts(tensors, self.mask))
 
     def run(self, attention: Callable[..., Tensor]) -> Tensor:
-        """[B, N, T, H'] what a function like `F.scaled_dot_product_attention` makes of these arguments.
-
-        It is given them arranged as the model had arranged them.
-        """
+        """[B, N, T, H'] of another attention function, called with tensors as the model had arranged them."""
         key, value = (
             x.repeat_interleave(times, 1) if times > 1 else x
             for x, times in zip((self.key, self.value), self.repeats, strict=True)
@@ -326,11 +316,3 @@ class AttentionCall:
     def _whole(self, name: str) -> Tensor:
         """[B, N, T, S] at once, differentiable."""
         return getattr(next(self.tiles(2**62)), name)
-
-
-def _lower_right(bias: Any, device: torch.device) -> Tensor | None:
-    """[T, S] bool for what `is_causal` cannot express of a `CausalBias`."""
-    if bias.variant.name == "UPPER_LEFT":
-        return None
-    shape = (bias.seq_len_q, bias.seq_len_kv)
-    return torch.ones(shape, dtype=torch.bool, device=device).tril(shape[1] - shape[0])

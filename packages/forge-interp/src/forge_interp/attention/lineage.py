@@ -20,28 +20,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from forge_interp.attention.placement import is_dtensor, unrepeated
 
-_RESHAPES = {
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in ("reshape", "flatten", "view", "unflatten")
-    if hasattr(owner, name)
-}
-_REPEATS = {torch.repeat_interleave, Tensor.repeat_interleave}
-_SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
-_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+
+def _both(*names: str) -> set[Any]:
+    """Functions of torch and methods of tensors by these names."""
+    return {getattr(owner, name) for owner in (torch, Tensor) for name in names if hasattr(owner, name)}
+
+
+_RESHAPES = _both("reshape", "flatten", "view", "unflatten")
+_REPEATS = _both("repeat_interleave")
+_SOFTMAX = _both("softmax") | {F.softmax}
+_PRODUCTS = _both("matmul", "__matmul__", "bmm")
 _DROPOUT = {F.dropout, torch.dropout}
-_KEEPS = (
-    {Tensor.to, Tensor.type_as, Tensor.type, Tensor.half, Tensor.float, Tensor.contiguous}
-    | _RESHAPES
-    | _DROPOUT
-)
-_CONTRACTIONS = _PRODUCTS | {torch.baddbmm, Tensor.baddbmm, torch.cdist, torch.einsum}
-_BROADCASTS = {
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in ("add", "sub", "mul", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__")
-    if hasattr(owner, name)
-}
+_CASTS = {Tensor.to, Tensor.type_as, Tensor.type, Tensor.half, Tensor.float, Tensor.contiguous}
+_CONTRACTIONS = _PRODUCTS | _both("baddbmm", "cdist", "einsum")
+_BROADCASTS = _both("add", "sub", "mul", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__")
 
 
 @dataclass(frozen=True)
@@ -60,12 +52,9 @@ class Lineage:
     """What was done to tensors that are still alive, on one thread."""
 
     def __init__(self) -> None:
-        self._repeats = WeakTensorKeyDictionary()
-        self._packed = WeakTensorKeyDictionary()
-        self._softmax = WeakTensorKeyDictionary()
-        self._flattened = WeakTensorKeyDictionary()
-        self._scores = WeakTensorKeyDictionary()  # of queries with keys, and what follows from these
-        self._weights = WeakTensorKeyDictionary()  # what one weight was made into: cast, turned, scaled
+        self._repeats, self._packed, self._softmax, self._flattened, self._scores, self._weights = (
+            WeakTensorKeyDictionary() for _ in range(6)
+        )  # `_scores` of queries with keys, and what follows from these; `_weights`: a weight, cast or turned
 
     def weights(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Softmax | None:
         """Where the left factor of a product comes from, if that is a softmax over keys.
@@ -95,30 +84,36 @@ class Lineage:
         if not made:  # a shape, a dtype: most of what is seen
             return
         self._note_scores(function, _tensors((*args, *kwargs.values())), made)
+        x = args[0] if args else kwargs.get("input")
+        if not isinstance(x, Tensor) or not isinstance(result, Tensor):
+            return
+        second = args[1] if len(args) > 1 else kwargs.get("repeats" if function in _REPEATS else "dim")
         if function in _SOFTMAX:
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            scores = args[0] if args else kwargs["input"]
-            if dim in (-1, scores.dim() - 1) and scores in self._scores:
-                heads = scores.shape[:2] if scores.dim() == 4 else self._flattened.get(scores)
-                if heads is not None:
-                    self._softmax[result] = Softmax(scores.reshape(*heads, *scores.shape[-2:]))
-        elif function in _KEEPS and args and isinstance(args[0], Tensor) and args[0] in self._softmax:
-            before = self._softmax[args[0]]
-            dropout = _dropout(*args, **kwargs) if function in _DROPOUT else 0.0
-            self._softmax[result] = replace(before, dropout=max(before.dropout, dropout))
-        elif (
-            function is Tensor.__getitem__
-            and args[0] in self._softmax
-            and _picks_keys(args[0], args[1], result)
-        ):
-            before = self._softmax[args[0]]
-            self._softmax[result] = replace(before, scores=before.scores[..., args[1][-1]], weights=result)
+            heads = x.shape[:2] if x.dim() == 4 else self._flattened.get(x)
+            if second in (-1, x.dim() - 1) and x in self._scores and heads is not None:
+                self._softmax[result] = Softmax(x.reshape(*heads, *x.shape[-2:]))
+        elif (before := self._softmax.get(x)) is not None:
+            self._note_weights(function, before, args, kwargs, result)
         if function in _RESHAPES:
-            self._note_reshape(args[0] if args else kwargs["input"], result)
-        elif function in _REPEATS and args and isinstance(result, Tensor) and result.dim() == 4:
-            x, times = args[0], kwargs.get("repeats", args[1] if len(args) > 1 else None)
-            if isinstance(times, int) and x.dim() == 4 and result.shape[1] == x.shape[1] * times > x.shape[1]:
-                self._repeats[result] = times, _version(result)
+            self._note_reshape(x, result)
+        elif (
+            function in _REPEATS
+            and isinstance(second, int)
+            and x.dim() == result.dim() == 4
+            and result.shape[1] == x.shape[1] * second > x.shape[1]
+        ):
+            self._repeats[result] = second, _version(result)
+
+    def _note_weights(
+        self, function: Callable[..., Any], before: Softmax, args: Any, kwargs: Any, result: Tensor
+    ) -> None:
+        """Are these weights, cast, in another shape, dropped out, or those of some keys, still weights?"""
+        if function in _CASTS or function in _RESHAPES:
+            self._softmax[result] = before
+        elif function in _DROPOUT:
+            self._softmax[result] = replace(before, dropout=max(before.dropout, _dropout(*args, **kwargs)))
+        elif function is Tensor.__getitem__ and _picks_keys(args[0], args[1], result):
+            self._softmax[result] = replace(before, scores=before.scores[..., args[1][-1]], weights=result)
 
     def _note_scores(self, function: Callable[..., Any], given: list[Tensor], made: list[Tensor]) -> None:
         """Is the result scores of each query with each key, or made of such, or of one weight?"""
@@ -132,10 +127,7 @@ class Lineage:
             self._scores.update(dict.fromkeys(made, True))
 
     def _joins(self, function: Callable[..., Any], given: list[Tensor], weights: list[Tensor]) -> bool:
-        """Whether a function takes each of some queries, perhaps learned, with each of some keys.
-
-        As a product over features, or as sums or products of [.., T, 1, ..] and [.., 1, S, ..].
-        """
+        """Whether a function takes each of some queries, perhaps learned, with each of some keys."""
         if function is torch.einsum:
             return len(given) > 1 and not weights
         if function in _CONTRACTIONS:
@@ -161,8 +153,6 @@ class Lineage:
         return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or x in self._weights
 
     def _note_reshape(self, x: Tensor, result: Tensor) -> None:
-        if not isinstance(result, Tensor):
-            return
         if x.dim() == 4 and result.shape == (x.shape[0] * x.shape[1], *x.shape[2:]):
             self._flattened[result] = x.shape[:2]
         if result.dim() != 4:
@@ -183,14 +173,21 @@ class Lineage:
             return times if version == _version(values) else 1
         return times if torch.equal(values, unrepeated(values, times).repeat_interleave(times, 1)) else 1
 
-    def of(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
-        """What was done before a call, as the fields `packed` and `repeats` of its `AttentionCall`."""
+    def undone(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments with queries [B, N, T, H], keys and values [B, K, S, H], and what of these was undone.
+
+        The latter as the fields `packed` and `repeats` of an `AttentionCall`.
+        """
+        query, key, value = (given[name] for name in ("query", "key", "value"))
         if query.dim() != 4:
-            return {}
+            return given, {"packed": None}
         packed = self._packed.get(query)
-        is_packed = packed is not None and key.shape[1] == query.shape[1] < packed
-        repeats = (1, 1) if is_packed else (self.repeats(key), self.repeats(value))
-        return {"packed": query.shape[1] if is_packed else None, "repeats": repeats}
+        if packed is not None and key.shape[1] == (heads := query.shape[1]) < packed:
+            plain = {name: unpack(given[name], heads) for name in ("query", "attn_mask")}
+            return given | plain, {"packed": heads}
+        repeats = self.repeats(key), self.repeats(value)
+        plain = {"key": unrepeated(key, repeats[0]), "value": unrepeated(value, repeats[1])}
+        return given | plain, {"packed": None, "repeats": repeats}
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
@@ -234,17 +231,6 @@ def pack(x: Tensor | None, heads: int) -> Tensor | None:
     if x is None or x.dim() != 4 or x.shape[1] == 1:
         return x
     return x.reshape(x.shape[0], heads, -1, x.shape[-1])
-
-
-def canonical(given: Mapping[str, Any], packed: int | None, repeats: tuple[int, int]) -> dict[str, Any]:
-    """The arguments of a call with queries [B, N, T, H], and keys and values [B, K, S, H]."""
-    changed = dict(given)
-    if packed is not None:
-        changed |= {"query": unpack(given["query"], packed), "attn_mask": unpack(given["attn_mask"], packed)}
-    for name, times in zip(("key", "value"), repeats, strict=True):
-        if times > 1:
-            changed[name] = unrepeated(given[name], times)
-    return changed
 
 
 def bind(

@@ -31,22 +31,15 @@ def local_parts(tensors: Mapping[str, Any], mask: Any) -> dict[str, Any]:
             f"attention was called with DTensors: {placed}; expected all placed alike, split by sequences "
             "and heads at most: capture attn.q, attn.k, attn.v or attn.z, which are gathered"
         )
-    parts = {name: x.to_local() for name, x in tensors.items()}
-    return parts | {"mask": _local_mask(mask, query) if is_dtensor(mask) else mask}
+    if is_dtensor(mask):
+        from torch.distributed.tensor import Replicate, Shard
 
-
-def _local_mask(mask: Any, query: Any) -> Tensor:
-    from torch.distributed.tensor import Replicate, Shard
-
-    missing = query.dim() - mask.dim()
-    return mask.redistribute(
-        placements=[
-            Shard(p.dim - missing)
-            if p.is_shard() and p.dim >= missing and mask.shape[p.dim - missing] > 1
-            else Replicate()
-            for p in query.placements
-        ]
-    ).to_local()
+        missing = query.dim() - mask.dim()
+        dims = [p.dim - missing if p.is_shard() else -1 for p in query.placements]
+        is_split = [dim >= 0 and mask.shape[dim] > 1 for dim in dims]
+        split = [Shard(dim) if here else Replicate() for dim, here in zip(dims, is_split, strict=True)]
+        mask = mask.redistribute(placements=split).to_local()
+    return {name: x.to_local() for name, x in tensors.items()} | {"mask": mask}
 
 
 def unrepeated(x: Any, times: int) -> Any:

@@ -1,6 +1,6 @@
 """How do the heads of an attention call spread their weight, without ever holding all weights?
 
-Letters: B sequences, N query heads, T queries, S keys; b and t are parts of B and T.
+Letters as in `attention.call`.
 """
 
 from __future__ import annotations
@@ -40,69 +40,65 @@ def attention_statistics(call: AttentionCall, names: Sequence[str]) -> dict[str,
 
     Source: sink: Xiao et al. 2023, arXiv:2309.17453.
     """
-    call = call.local()
-    found, add = collecting(call, names)
-    with torch.no_grad():
-        for tile in call.tiles():
-            add(tile)
-    return found
+    call.compute(names, 0)
+    return {name: call.computed.pop(name) for name in names}
 
 
 def collecting(call: AttentionCall, names: Sequence[str]) -> tuple[dict[str, Tensor], Callable[[Tile], None]]:
     """Statistics that are NaN as yet, and a function that takes the tiles of the call to fill them in."""
     batch, heads, queries, keys = call.grid
-    places = {name: _places(call, name) for name in names if name != "entropy"}
-    shape, like = (batch, heads, queries), {"dtype": call.dtype, "device": call.query.device}
-    found = {name: torch.full(shape, torch.nan, **like) for name in names}
+    lags = {name: _lag(name) for name in names if name not in ("entropy", "sink")}
+    first = _first_visible(call) if "sink" in names else None
+    found = {
+        name: call.query.new_full((batch, heads, queries), torch.nan, dtype=call.dtype) for name in names
+    }
 
     def add(tile: Tile) -> None:
         for name in names if keys else ():
-            value = _entropy(tile) if name == "entropy" else _weight(tile, places[name](tile), name == "sink")
+            if name == "entropy":
+                value = torch.special.entr(tile.pattern).sum(-1)
+                value = value.masked_fill(tile.hidden.all(-1), torch.nan)
+            elif first is not None and name == "sink":
+                value = _weight(tile, tile.part(first))
+            else:
+                is_own_seen, _ = _seen(tile, tile.own_key)
+                value = _weight(tile, tile.own_key - lags[name]).masked_fill(~is_own_seen, torch.nan)
             found[name][tile.batch, :, tile.queries] = value
 
     return found, add
 
 
-def _entropy(tile: Tile) -> Tensor:
-    """[b, N, t] in nats."""
-    return torch.special.entr(tile.pattern).sum(-1).masked_fill(tile.hidden.all(-1), torch.nan)
-
-
-def _weight(tile: Tile, place: Tensor, is_sink: bool) -> Tensor:
-    """[b, N, t] weight on the key at `place` [b or 1, N or 1, t or 1]; NaN where that is not defined."""
-    known = _sees(tile, place) if is_sink else _sees(tile, place) & _sees(tile, tile.own_key)
-    index = place.clamp(0, tile.pattern.shape[-1] - 1).expand(tile.pattern.shape[:3])
-    return tile.pattern.gather(-1, index[..., None])[..., 0].masked_fill(~known, torch.nan)
-
-
-def _sees(tile: Tile, place: Tensor) -> Tensor:
-    """[b or 1, N or 1, t] whether the query may see that key, and it exists."""
-    keys = tile.hidden.shape[-1]
-    shape = torch.broadcast_shapes(tile.hidden.shape[:3], place.shape)
-    index = place.clamp(0, keys - 1).expand(shape)[..., None]
-    hidden = tile.hidden.expand(*shape, keys).gather(-1, index)[..., 0]
-    return ~hidden & (place >= 0) & (place < keys)
-
-
-def _places(call: AttentionCall, name: str) -> Callable[[Tile], Tensor]:
-    """Of a tile, [b or 1, N or 1, t or 1] int64: the key that a statistic looks at; negative for none."""
-    if name == "sink":
-        first = _first_visible(call)
-        return lambda tile: tile.part(first)
+def _lag(name: str) -> int:
+    """How far before its own key a query looks for a statistic."""
     kind, _, lag = name.partition(".")
     if name == "previous" or (kind == "lag" and lag.isdigit()):
-        return lambda tile: tile.own_key - int(lag or 1)
+        return int(lag or 1)
     raise InterpError(f"attention has no statistic {name!r}; expected {', '.join(STATISTICS)}, or lag.K")
+
+
+def _weight(tile: Tile, place: Tensor) -> Tensor:
+    """[b, N, t] weight on the key at `place` [b or 1, N or 1, t or 1]; NaN where it is not seen."""
+    is_seen, index = _seen(tile, place)
+    index = index.expand(tile.pattern.shape[:3])[..., None]
+    return tile.pattern.gather(-1, index)[..., 0].masked_fill(~is_seen, torch.nan)
+
+
+def _seen(tile: Tile, place: Tensor) -> tuple[Tensor, Tensor]:
+    """[b or 1, N or 1, t] whether there is such a key and the query sees it, and the nearest key."""
+    keys = tile.hidden.shape[-1]
+    shape = torch.broadcast_shapes(tile.hidden.shape[:3], place.shape)
+    index = place.clamp(0, keys - 1).expand(shape)
+    hidden = tile.hidden.expand(*shape, keys).gather(-1, index[..., None])[..., 0]
+    return ~hidden & (place == index), index
 
 
 def _first_visible(call: AttentionCall) -> Tensor:
     """[B or 1, N or 1, 1] the first key that any query may see."""
-    if call.mask is None:
+    batch, _, queries, _ = call.grid
+    if call.mask is None or not batch * queries:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=call.query.device)
-    batch, _, _, keys = call.grid
-    seen: Tensor | None = None
+    parts: dict[int, Tensor] = {}  # by the first sequence
     for tile in call.tiles():
-        if seen is None:
-            seen = torch.zeros(batch, tile.hidden.shape[1], keys, dtype=torch.bool, device=call.query.device)
-        seen[tile.batch] |= ~tile.hidden.all(-2)
-    return torch.zeros(1, 1, 1, dtype=torch.int64) if seen is None else seen.int().argmax(-1)[..., None]
+        seen = (~tile.hidden).any(-2).expand(len(range(batch)[tile.batch]), -1, -1)
+        parts[tile.batch.start] = seen | parts.get(tile.batch.start, torch.zeros_like(seen))
+    return torch.cat(list(parts.values())).int().argmax(-1)[..., None]

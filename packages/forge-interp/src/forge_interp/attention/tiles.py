@@ -1,7 +1,6 @@
 """What are scores and pattern of an attention call, part by part, and do they explain its output?
 
-Letters: B sequences, N query heads, K key and value heads, T queries, S keys, H head dim; b and t are parts
-of B and T.
+Letters as in `attention.call`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,12 @@ class Tile:
     call: AttentionCall
     batch: slice
     queries: slice
-    keys: Tensor | None = None  # [b, K, S, H] of these sequences, in the dtype of the values here
+    keys: Tensor  # [b, K, S, H] of these sequences, in the dtype of the values here
+
+    def __post_init__(self) -> None:
+        """Have what was edited stand in place of what would be computed."""
+        for name, edit in self.call.edits.items():
+            self.__dict__[name] = edit[self.batch, :, self.queries]
 
     @cached_property
     def _masks(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -39,20 +43,18 @@ class Tile:
         call = self.call
         _, _, num_queries, num_keys = call.grid
         here = torch.arange(num_queries, device=call.query.device)[self.queries]
-        keys = torch.arange(num_keys, device=call.query.device)
-        blocked = (keys > here[:, None])[None, None] if call.is_causal else None
-        bias, hidden = None, blocked
+        bias, blocked = None, None
+        hidden = torch.zeros(1, 1, len(here), num_keys, dtype=torch.bool, device=call.query.device)
+        if call.is_causal:
+            blocked = hidden = hidden | (torch.arange(num_keys, device=here.device) > here[:, None])
         if call.mask is not None:
             mask = self.part(four(call.mask))
             if mask.dtype == torch.bool:
-                hidden = blocked = ~mask if blocked is None else blocked | ~mask
+                blocked = hidden = hidden | ~mask
             else:
                 mask = mask if call.query.dtype == call.output.dtype else mask.to(call.output.dtype)
-                low = mask <= HIDES
-                bias, hidden = mask.to(call.dtype), low if blocked is None else blocked | low
-        if hidden is None:
-            hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=call.query.device)
-        return bias, blocked, hidden.expand(hidden.shape[0], hidden.shape[1], len(here), num_keys)
+                bias, hidden = mask.to(call.dtype), hidden | (mask <= HIDES)
+        return bias, blocked, hidden
 
     @property
     def hidden(self) -> Tensor:
@@ -80,9 +82,6 @@ class Tile:
     @cached_property
     def raw(self) -> Tensor:
         """[b, N, t, S] q k^T * scale."""
-        if (edit := self._edit("raw")) is not None:
-            return edit
-        assert self.keys is not None
         call = self.call
         query = call.used(call.query).expand(*call.grid[:2], -1, -1)[self.batch, :, self.queries]
         product = grouped(query.to(call.dtype), self.keys.transpose(-1, -2))
@@ -91,8 +90,6 @@ class Tile:
     @cached_property
     def scores(self) -> Tensor:
         """[b, N, t, S] raw plus the mask; -inf where a bool mask or causality hides the key."""
-        if (edit := self._edit("scores")) is not None:
-            return edit
         bias, blocked, _ = self._masks
         scores = self.raw if bias is None else self.raw + bias
         return scores if blocked is None else torch.where(blocked, -torch.inf, scores)
@@ -100,12 +97,9 @@ class Tile:
     @cached_property
     def pattern(self) -> Tensor:
         """[b, N, t, S] softmax of the scores over keys; a row of zeros where all scores are -inf."""
-        if (edit := self._edit("pattern")) is not None:
-            return edit
-        if self.call.mask is None and not self.call.edits:  # each query sees a key, if there is any
+        sees_all = self.call.mask is None and not self.call.edits
+        if sees_all or not self.scores.shape[-1]:  # each query sees a key, if there is any
             return self.scores.softmax(-1)
-        if not self.scores.shape[-1]:
-            return self.scores
         empty = self.scores.detach().amax(-1, keepdim=True) == -torch.inf
         if self.scores.requires_grad:  # or rows without a key would have a gradient that is no number
             return self.scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
@@ -118,10 +112,6 @@ class Tile:
             for which, size in ((self.batch, x.shape[0]), (self.queries, x.shape[2]))
         )
         return x[rows, :, queries]
-
-    def _edit(self, name: str) -> Tensor | None:
-        edit = self.call.edits.get(name)
-        return None if edit is None else edit[self.batch, :, self.queries]
 
 
 class Gate:

@@ -1,7 +1,7 @@
 """What would patching every place do, estimated from gradients?"""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -51,110 +51,84 @@ def attribution_patching(
     if steps is not None and not (isinstance(steps, int) and steps >= 1):
         raise InterpError(f"steps is {steps!r}; expected a positive number")
     acts, clean_score = run_captured(model, clean, sites, metric)
-    grid, run, residual = Grid.over(acts, where), DifferentiableRun(model, corrupted, metric), None
+    grid, run = Grid.over(acts, where), partial(gradients_at, model, corrupted, metric)
     if steps is None:
-        effects, corrupted_score = _first_order(run, acts, grid)
+        gradients, base, corrupted_score = run(acts)
+        products = {site: _product(site, acts[site], base[site], gradients[site]) for site in acts}
+        effects, residual = [grid.sums(site, product) for site, product in products.items()], None
     else:
-        bar = with_progress(acts, len(acts), "integrated gradients", progress)
-        effects, corrupted_score, residual = _integrated(run, acts, bar, grid, steps)
+        base, corrupted_score = run_captured(model, corrupted, map(at_call, acts), metric)
+        effects, residual = [], np.empty(len(acts))
+        for row, site in enumerate(with_progress(acts, len(acts), "integrated gradients", progress)):
+            gradient, way = (
+                torch.zeros_like(base[site], dtype=torch.float64),
+                _way(site, acts[site], base[site]),
+            )
+            for place, weight in line_nodes(steps):
+                gradients, *_ = run([site], {site: base[site] + place * way})
+                gradient += weight * gradients[site].double()
+            product = _product(site, acts[site], base[site], gradient)
+            effects.append(grid.sums(site, product))
+            patched = score_edited(model, corrupted, {at_call(site): put(site, acts[site])}, metric)
+            residual[row] = product.sum().item() - (patched - corrupted_score)
     return grid.table(corrupted_score + np.stack(effects), acts, clean_score, corrupted_score, residual)
 
 
-@dataclass(frozen=True)
-class DifferentiableRun:
-    """The corrupted run, to be differentiated."""
-
-    model: nn.Module
-    inputs: Inputs
-    metric: Metric
+def line_nodes(steps: int) -> list[tuple[float, float]]:
+    """Places on a line from 0 to 1 and their weights, which sum to 1, by Gauss and Legendre."""
+    nodes, weights = np.polynomial.legendre.leggauss(steps)
+    return [(float(node), float(weight)) for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True)]
 
 
-def _first_order(
-    run: DifferentiableRun, acts: Mapping[str, Tensor], grid: Grid
-) -> tuple[list[np.ndarray], float]:
-    """The effects at each site from one gradient, and the corrupted metric."""
-    base: dict[str, Tensor] = {}
-    probes: dict[str, Tensor] = {}
+def gradients_at(
+    model: nn.Module,
+    inputs: Inputs,
+    metric: Metric,
+    sites: Collection[str],
+    points: Mapping[str, Tensor] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
+    """One run: the metric's gradients with respect to the values at sites, these values, and the metric.
 
-    def probe(site: str) -> Edit:
+    `points` are put in place of values before. The backward pass runs before the edits end, because
+    activation checkpointing repeats them. InterpError where a value or the metric has no gradient.
+    """
+    points, base, probes = points or {}, dict[str, Tensor](), dict[str, Tensor]()
+
+    def visit(site: str) -> Edit:
         def apply(value: Tensor) -> Tensor:
-            base[site] = value.detach().clone()
-            return value + probes.setdefault(site, probe_of(site, value))
+            value = points[site].to(value) if site in points else value
+            if site not in sites:
+                return value
+            if not value.is_floating_point():
+                text = f"site {site!r} holds {value.dtype}; expected floating-point: choose a later site"
+                raise InterpError(text)
+            if site not in probes:  # or an edit is repeated
+                base[site] = value.detach().clone()
+                probes[site] = torch.zeros_like(value, requires_grad=True)
+            return value + probes[site]
 
         return apply
 
-    gradients, value = differentiate(run, {site: probe(site) for site in acts}, probes)
-    products = {site: _product(site, acts[site], base[site], gradients[site]) for site in acts}
-    return [grid.sums(site, product) for site, product in products.items()], value
-
-
-def _integrated(
-    run: DifferentiableRun, acts: Mapping[str, Tensor], bar: Iterable[str], grid: Grid, steps: int
-) -> tuple[list[np.ndarray], float, np.ndarray]:
-    """The effects at each site from gradients along the line, the corrupted metric, and what they miss."""
-    base, corrupted_score = run_captured(run.model, run.inputs, map(at_call, acts), run.metric)
-    effects, residual = [], []
-    for site in bar:
-        gradient = _mean_gradient(run, site, acts[site], base[site], steps)
-        product = _product(site, acts[site], base[site], gradient)
-        edits = {at_call(site): put(site, acts[site])}
-        patched = score_edited(run.model, run.inputs, edits, run.metric)
-        effects.append(grid.sums(site, product))
-        residual.append(product.sum().item() - (patched - corrupted_score))
-    return effects, corrupted_score, np.array(residual)
-
-
-def _mean_gradient(run: DifferentiableRun, site: str, end: Tensor, start: Tensor, steps: int) -> Tensor:
-    """The average over the line from `start` to `end` of the metric's gradient at one site."""
-    nodes, weights = np.polynomial.legendre.leggauss(steps)
-    mean, way = torch.zeros_like(start, dtype=torch.float64), _difference(site, end, start)
-    for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
-        probes = {site: probe_of(site, start)}
-        point = start + float(node) * way
-
-        def move(value: Tensor, point: Tensor = point, probe: Tensor = probes[site]) -> Tensor:
-            return point + probe
-
-        gradients, _ = differentiate(run, {site: move}, probes)
-        mean += float(weight) * gradients[site].double()
-    return mean
-
-
-def differentiate(
-    run: DifferentiableRun, edits: Mapping[str, Edit], probes: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], float]:
-    """One run with edits that add probes, all zero: gradients with respect to the probes, and the metric.
-
-    The backward pass runs before the edits end, because activation checkpointing repeats them.
-    """
-    with torch.enable_grad(), edit(run.model, {at_call(s): apply for s, apply in edits.items()}):
-        value = apply_metric(run.metric, call_model(run.model, run.inputs))
+    with (
+        torch.enable_grad(),
+        edit(model, {at_call(site): visit(site) for site in {**points, **dict.fromkeys(sites)}}),
+    ):
+        value = apply_metric(metric, call_model(model, inputs))
         if not isinstance(value, Tensor) or not value.requires_grad:
             raise InterpError(
                 f"the metric gave a {type(value).__name__} without a gradient; expected a tensor with one: "
                 "no .item(), no argmax, no no_grad or inference_mode in the model or the metric"
             )
-        sites = list(probes)
-        found = torch.autograd.grad(value, [probes[site] for site in sites], allow_unused=True)
-    gradients = {
-        site: torch.zeros_like(probes[site]) if gradient is None else gradient
-        for site, gradient in zip(sites, found, strict=True)
-    }
-    return gradients, value.item()
-
-
-def probe_of(site: str, value: Tensor) -> Tensor:
-    """Zeros to be added to a value, with a gradient; InterpError where it holds integers."""
-    if not value.is_floating_point():
-        raise InterpError(f"site {site!r} holds {value.dtype}; expected floating-point: choose a later site")
-    return torch.zeros_like(value, requires_grad=True)
+        wanted = [probes[site] for site in sites]
+        found = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
+    return dict(zip(sites, found, strict=True)), base, value.item()
 
 
 def _product(site: str, clean: Tensor, corrupted: Tensor, gradient: Tensor) -> Tensor:
-    return _difference(site, clean.double(), corrupted.double()) * gradient.double()
+    return _way(site, clean.double(), corrupted.double()) * gradient.double()
 
 
-def _difference(site: str, clean: Tensor, corrupted: Tensor) -> Tensor:
+def _way(site: str, clean: Tensor, corrupted: Tensor) -> Tensor:
     """`clean - corrupted`, and 0 where both are the same infinity: scores that a mask hides in both runs."""
     same_shape(site, clean, corrupted)
     difference = (clean - corrupted).where(clean != corrupted, 0.0)

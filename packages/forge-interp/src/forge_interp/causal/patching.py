@@ -1,7 +1,4 @@
-"""Which activations carry what makes the clean run differ from the corrupted one?
-
-Patching puts an activation of the clean run into the corrupted run and looks at a metric.
-"""
+"""Which activations carry what makes the clean run differ from the corrupted one?"""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.causal.table import Grid, Index, Metric, PatchingTable, Where, at_call, score
-from forge_interp.errors import InterpError, check_kind
+from forge_interp.errors import InterpError, check_kind, fitting
 from forge_interp.hooks.capture import capture
 from forge_interp.hooks.edit import Edit, attention_mask, edit, mean_dims, patch, real_positions
 from forge_interp.hooks.sites import Site, named_modules
@@ -32,9 +29,8 @@ def activation_patching(
     """Run the corrupted inputs once for each place, with the clean activation put in there.
 
     A place whose patch brings the clean metric back (`normalized` near 1) is sufficient for it. Swap `clean`
-    and `corrupted` to see what is necessary. Nothing is approximated: each value is what a forward hook that
-    overwrites that place would give. Costs 2 forward passes, one more for each place, and memory for the
-    clean activations of all sites. Inputs are used again in each run: pass no cache that the model fills.
+    and `corrupted` to see what is necessary. Costs 2 forward passes, one more for each place, and memory for
+    the clean activations of all sites. Inputs are used again in each run: pass no cache that the model fills.
     Call `model.eval()` first if it drops out.
 
     Args:
@@ -48,8 +44,7 @@ def activation_patching(
             labels to indices into the value.
         progress: draw a bar on a terminal.
 
-    Returns `values` [sites] or [sites, places ...]. InterpError where a site names nothing, shapes differ
-    between the runs, or the metric is no number.
+    InterpError where a site names nothing, shapes differ between the runs, or the metric is no number.
 
     Source: Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262; normalised as in Wang et
     al. 2022, arXiv:2211.00593, and Zhang & Nanda 2023, arXiv:2309.16042.
@@ -109,12 +104,14 @@ def site_means(
     sites: str | Iterable[str],
     *,
     keep: Iterable[Tensor] | None = None,
+    where: Index = ...,
 ) -> dict[str, Tensor]:
     """The mean of each site over batch and positions, of each channel and head apart: for `ablate("mean")`.
 
     `batches` are inputs of one forward pass each; `keep` for each of them [B, T], or [R] of values [R, D],
     False or 0 for padding, which does not count; default: the "attention_mask" [B, T] of inputs that have
-    one, else all. Returns by site [D] for values [B, T, D] of modules; [1, N, 1, H] of attention.
+    one, else all. `where` is an index into a value of what is averaged; InterpError where it takes padding.
+    Returns by site [D] for values [B, T, D] of modules; [1, N, 1, H] of attention; at least float32.
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
@@ -122,24 +119,46 @@ def site_means(
     masks, whole = iter(keep) if keep is not None else None, named_modules(model)[""]
     for inputs in batches:
         args, kwargs = arguments(inputs)
-        mask = attention_mask(whole, tuple(args), dict(kwargs)) if masks is None else next(masks, None)
+        try:
+            mask = attention_mask(whole, tuple(args), dict(kwargs)) if masks is None else next(masks, None)
+        except InterpError:  # that of an encoder says nothing of what is picked of a decoder
+            if where is ...:
+                raise
+            mask = None
         if masks is not None and mask is None:
             raise InterpError("keep ends before the batches; expected a mask for each")
         with capture(model, sites) as acts:
             call_model(model, inputs)
         for key, value in acts.items():
-            site = Site.parse(key)
-            dims = mean_dims(value, site)
-            weight = torch.ones_like(value, dtype=torch.float64)
-            if mask is not None:
-                weight *= real_positions(value, dims, mask, "keep")
-            is_attention = site.part == "attn"
-            total = (value * weight).sum(dims, keepdim=is_attention)
+            dims, is_attention = mean_dims(value, Site.parse(key)), Site.parse(key).part == "attn"
+            weight = _picked(key, value, where)
+            if mask is not None and (where is ... or (not is_attention and mask.shape == value.shape[:2])):
+                real = real_positions(value, dims, mask, "keep")
+                if where is not ... and bool((weight * ~real).any()):
+                    raise InterpError(
+                        f"where={where!r} takes padding at {key!r}; expected tokens: pad on the other side, "
+                        "or give inputs of one length"
+                    )
+                weight *= real
+            total, count = (x.sum(dims, keepdim=is_attention) for x in (value * weight, weight))
             if key in sums and sums[key].shape != total.shape:
                 shapes = f"{list(sums[key].shape)} and {list(total.shape)}"
                 raise InterpError(f"means of {key!r} are {shapes} in two batches; expected one shape")
-            sums[key] = sums.get(key, 0) + total
-            counts[key] = counts.get(key, 0) + weight.sum(dims, keepdim=is_attention)
+            sums[key], counts[key] = sums.get(key, 0) + total, counts.get(key, 0) + count
     if not sums:
         raise InterpError("there are no batches; expected inputs of at least one forward pass")
-    return {key: (total / counts[key]).to(acts[key].dtype) for key, total in sums.items()}
+    types = {key: torch.promote_types(torch.float32, value.dtype) for key, value in acts.items()}
+    return {key: (total / counts[key]).to(types[key]) for key, total in sums.items()}
+
+
+def _picked(site: str, value: Tensor, where: Index) -> Tensor:
+    """Float64 of the shape of a value, 1 at an index, else 0; InterpError where that takes parts of rows."""
+    picked = torch.zeros_like(value, dtype=torch.float64)
+    with fitting(value, f"where={where!r} at {site!r}"):
+        picked[where] = 1.0
+    if value[where].shape[-1:] != value.shape[-1:]:
+        raise InterpError(
+            f"where={where!r} takes {list(value[where].shape)} of {site!r} {list(value.shape)}; "
+            f"expected all {value.shape[-1]} numbers of the last dimension"
+        )
+    return picked

@@ -58,48 +58,38 @@ def path_patching(
     check_kind("senders", senders, (str, Iterable), "sites")
     senders = [senders] if isinstance(senders, str) else list(senders)
     acts, clean_score = run_captured(model, clean, senders, metric)
-    base, names, corrupted_score = _corrupted_run(model, corrupted, metric, senders, receivers, frozen)
-    _check(acts, base, names)
-    for name in names["receivers"]:
+    with (
+        capture(model, senders) as of_senders,
+        capture(model, receivers) as of_receivers,
+        capture(model, frozen) as of_frozen,
+    ):
+        output = call_model(model, corrupted)
+    base, corrupted_score = {**of_senders, **of_receivers, **of_frozen}, score(metric, output)
+    receivers, frozen = list(of_receivers), list(of_frozen)
+    _check(acts, base, receivers)
+    for name in receivers:
         with fitting(base[name], f"receiver_where={receiver_where!r} at {name!r}"):
             _ = base[name][receiver_where]
-    around = _modules_around(model, corrupted, acts, names["frozen"])
+    around = _modules_around(model, corrupted, acts, frozen)
     grid = Grid.over(acts, where)
-    groups = [names["receivers"]] if joint else [[name] for name in names["receivers"]]
+    groups = [receivers] if joint else [[name] for name in receivers]
     values = np.full((len(acts), *grid.shape, len(groups)), np.nan)
     places = [(row, site, cell) for row, site in enumerate(acts) for cell in grid.cells()]
     for row, site, cell in with_progress(places, len(places), "path patching", progress):
         sent = put(site, acts[site], grid.index(site, cell))(base[site])
-        held = [name for name in names["frozen"] if name != site and name not in around[site]]
+        held = [name for name in frozen if name != site and name not in around[site]]
         edits = {at_call(site): patch(sent)} | {at_call(name): patch(base[name]) for name in held}
-        back = [name for name in names["receivers"] if joint or name in held]
-        received = _received(model, corrupted, edits, names["receivers"], {name: base[name] for name in back})
+        back = {name: base[name] for name in receivers if joint or name in held}
+        received = _received(model, corrupted, edits, receivers, back)
         for column, group in enumerate(groups):
             edits = {at_call(name): patch(received[name][receiver_where], receiver_where) for name in group}
             values[(row, *cell, column)] = score_edited(model, corrupted, edits, metric)
-    to = replace(
-        grid, axes=(*grid.axes, "receiver"), labels=(*grid.labels, tuple(" + ".join(g) for g in groups))
-    )
-    return to.table(values, acts, clean_score, corrupted_score)
+    axes, labels = (*grid.axes, "receiver"), (*grid.labels, tuple(map(" + ".join, groups)))
+    return replace(grid, axes=axes, labels=labels).table(values, acts, clean_score, corrupted_score)
 
 
-def _corrupted_run(
-    model: nn.Module, corrupted: Inputs, metric: Metric, *patterns: str | Iterable[str]
-) -> tuple[dict[str, Tensor], dict[str, list[str]], float]:
-    """Activations of all three kinds of sites, the sites of each kind, and the metric of one plain run."""
-    kinds = ("senders", "receivers", "frozen")
-    with ExitStack() as stack:
-        captured = {
-            kind: stack.enter_context(capture(model, pattern))
-            for kind, pattern in zip(kinds, patterns, strict=True)
-        }
-        output = call_model(model, corrupted)
-    base = {site: value for acts in captured.values() for site, value in acts.items()}
-    return base, {kind: list(acts) for kind, acts in captured.items()}, score(metric, output)
-
-
-def _check(acts: Mapping[str, Tensor], base: Mapping[str, Tensor], names: Mapping[str, list[str]]) -> None:
-    if both := [site for site in names["receivers"] if site in acts]:
+def _check(acts: Mapping[str, Tensor], base: Mapping[str, Tensor], receivers: Iterable[str]) -> None:
+    if both := [site for site in receivers if site in acts]:
         raise InterpError(
             f"{', '.join(both)} are senders and receivers; expected different sites: a module receives at "
             "its input (:in) and sends at its output (:out)"

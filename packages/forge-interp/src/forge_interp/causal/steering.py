@@ -1,7 +1,4 @@
-"""Which direction tells two kinds of inputs apart, and what does a model do when it is added?
-
-Letters: D model dim.
-"""
+"""Which direction tells two kinds of inputs apart, and what does a model do when it is added?"""
 
 from __future__ import annotations
 
@@ -14,11 +11,9 @@ from torch import Tensor, nn
 
 from forge_interp.causal.patching import site_means
 from forge_interp.causal.table import Index, Metric, score
-from forge_interp.errors import InterpError, fitting
-from forge_interp.hooks.capture import capture
-from forge_interp.hooks.edit import attention_mask, edit, steer
-from forge_interp.hooks.sites import named_modules
-from forge_interp.model_inputs import Inputs, arguments, call_model
+from forge_interp.errors import InterpError
+from forge_interp.hooks.edit import edit, steer
+from forge_interp.model_inputs import Inputs, call_model
 
 
 @torch.no_grad()
@@ -29,61 +24,19 @@ def contrastive_vectors(
     sites: str | Iterable[str],
     where: Index | None = None,
 ) -> dict[str, Tensor]:
-    """Mean activation on positive minus that on negative inputs, by site: [D], for `steer`.
+    """Mean activation on positive minus that on negative inputs, by site [B, T, D]: [D], for `steer`.
 
-    Args:
-        model: any module.
-        positive: inputs of one forward pass each.
-        negative: the same of the other kind; pairs that differ in one thing make a clean direction.
-        sites: sites and patterns of values [B, T, D].
-        where: index into a value of what is averaged, such as `(slice(None), -1)`, the last token; None: all
-            tokens that are no padding, see `site_means`. InterpError where it takes padding.
+    `positive` and `negative` are inputs of one forward pass each; pairs that differ in one thing make a clean
+    direction. `where` is an index into a value of what is averaged, such as `(slice(None), -1)`, the last
+    token; None: all tokens that are no padding, see `site_means`. InterpError where it takes padding.
 
     Source: Rimsky et al. 2023, arXiv:2312.06681, eq. 1 (contrastive activation addition).
     """
-    if where is None:
-        sides = [site_means(model, batches, sites) for batches in (positive, negative)]
-    else:
-        sides = [_means(model, batches, sites, where) for batches in (positive, negative)]
-    if not sides[0] or sides[0].keys() != sides[1].keys():
-        raise InterpError(
-            "positive or negative is empty, or reaches other sites; expected inputs of both kinds"
-        )
+    index = ... if where is None else where
+    sides = [site_means(model, batches, sites, where=index) for batches in (positive, negative)]
+    if sides[0].keys() != sides[1].keys():
+        raise InterpError("positive and negative reach other sites; expected inputs of two kinds alike")
     return {site: (value - sides[1][site]).float() for site, value in sides[0].items()}
-
-
-def _means(
-    model: nn.Module, batches: Iterable[Inputs], sites: str | Iterable[str], where: Index
-) -> dict[str, Tensor]:
-    """Means of the rows at an index, float64."""
-    rows: dict[str, list[Tensor]] = {}
-    for inputs in batches:
-        args, kwargs = arguments(inputs)
-        try:
-            mask = attention_mask(named_modules(model)[""], tuple(args), dict(kwargs))
-        except InterpError:  # of an encoder, whose padding says nothing of the decoder
-            mask = None
-        with capture(model, sites) as acts:
-            call_model(model, inputs)
-        for site, value in acts.items():
-            with fitting(value, f"where={where!r} at {site!r}"):
-                chosen = value[where]
-                if chosen.shape[-1:] != value.shape[-1:]:
-                    raise InterpError(
-                        f"where={where!r} takes {list(chosen.shape)} of {site!r} {list(value.shape)}; "
-                        f"expected all {value.shape[-1]} numbers of the last dimension"
-                    )
-                if (
-                    mask is not None
-                    and mask.shape == value.shape[:2]
-                    and not bool(mask.to(value.device)[..., None].expand_as(value)[where].all())
-                ):
-                    raise InterpError(
-                        f"where={where!r} takes padding at {site!r}; expected tokens: pad on the other side, "
-                        "or give inputs of one length"
-                    )
-                rows.setdefault(site, []).append(chosen.reshape(-1, value.shape[-1]).double())
-    return {site: torch.cat(parts).mean(0) for site, parts in rows.items()}
 
 
 def strength_sweep(

@@ -93,9 +93,8 @@ class Grid:
         kinds = (where,) if isinstance(where, str) else tuple(where)
         if len(set(kinds)) < len(kinds):
             raise InterpError(f"where is {where}; expected each axis once")
-        sizes = [_size(kind, activations, 1 + len(kinds)) for kind in kinds]
-        axes = tuple(kind.removesuffix("s") for kind in kinds)
-        return cls(axes, tuple(tuple(map(str, range(size))) for size in sizes), None, kinds)
+        labels = [tuple(map(str, range(_size(kind, activations, 1 + len(kinds))))) for kind in kinds]
+        return cls(tuple(kind.removesuffix("s") for kind in kinds), tuple(labels), None, kinds)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,7 +109,7 @@ class Grid:
         """The index of a place into the activation of a site."""
         if self._indices is not None:
             return self._indices[cell[0]]
-        dims = [_dim(kind, site)[0] for kind in self._kinds]
+        dims = [_dim(kind, site) for kind in self._kinds]
         numbers = dict(zip(dims, cell, strict=True))
         front = tuple(numbers.get(dim, slice(None)) for dim in range(max(dims, default=-1) + 1))
         return (*front, ..., numbers[-1]) if -1 in numbers else (*front, ...)
@@ -119,15 +118,14 @@ class Grid:
         self, values: np.ndarray, sites: Iterable[str], clean: float, corrupted: float, residual: Any = None
     ) -> PatchingTable:
         """The metric at these places of the sites."""
-        return PatchingTable(
-            values, ("site", *self.axes), (tuple(sites), *self.labels), clean, corrupted, residual
-        )
+        labels = (tuple(sites), *self.labels)
+        return PatchingTable(values, ("site", *self.axes), labels, clean, corrupted, residual)
 
     def sums(self, site: str, values: Tensor) -> np.ndarray:
         """Add up an array of the shape of the site's activation over everything within each place."""
         if self._indices is not None:
             return np.array([values[index].sum().item() for index in self._indices])
-        dims = [_dim(kind, site)[0] % values.ndim for kind in self._kinds]
+        dims = [_dim(kind, site) % values.ndim for kind in self._kinds]
         others = [dim for dim in range(values.ndim) if dim not in dims]
         summed = values.sum(others) if others else values
         return summed.permute([sorted(dims).index(dim) for dim in dims]).cpu().numpy()
@@ -163,26 +161,29 @@ def at_call(site: str) -> str:
     return site if "#" in site else f"{site}#0"
 
 
-def _dim(kind: str, site: str) -> tuple[int, bool]:
-    """The dimension of one kind of places, and whether it is of attention."""
+def _is_attention(site: str) -> bool:
+    return site.partition(":")[2].startswith("attn.")
+
+
+def _dim(kind: str, site: str) -> int:
+    """The dimension of one kind of places."""
     if kind not in _DIMS:
         raise InterpError(f"where is {kind!r}; expected of {list(_DIMS)}, or a mapping of labels to indices")
-    is_attention = site.partition(":")[2].startswith("attn.")
-    dim = _DIMS[kind].get("attn" if is_attention else "module")
+    dim = _DIMS[kind].get("attn" if _is_attention(site) else "module")
     if dim is None:
         raise InterpError(
             f"site {site!r} has no axis of {kind}; expected sites such as 'layers.*.attention:attn.z', or "
             "where={label: index}"
         )
-    return dim, is_attention
+    return dim
 
 
 def _size(kind: str, activations: Mapping[str, Tensor], num_dims: int) -> int:
     """How many there are of one kind; values of modules need `num_dims` dimensions, those of attention 4."""
     sizes = {}
     for site, value in activations.items():
-        dim, is_attention = _dim(kind, site)
-        if value.ndim < (4 if is_attention else num_dims):
+        dim = _dim(kind, site)
+        if value.ndim < (4 if _is_attention(site) else num_dims):
             raise InterpError(
                 f"site {site!r} has shape {tuple(value.shape)}; expected {kind} along dim {dim} of "
                 "[B, T, ..., D], or of [B, N, T, ...] of attention: give where={label: index}"

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forge_interp.causal.attribution import DifferentiableRun, differentiate, probe_of
-from forge_interp.causal.patching import same_shape
+from forge_interp.causal.attribution import gradients_at, line_nodes
+from forge_interp.causal.patching import run_captured, same_shape
 from forge_interp.causal.table import Metric, at_call, score
 from forge_interp.errors import InterpError
 from forge_interp.hooks.capture import capture
@@ -87,27 +87,18 @@ def edge_attribution(
 
     Source: Syed et al. 2023, arXiv:2310.10348 (EAP); Hanna et al. 2024, arXiv:2403.17806 (EAP-IG).
     """
-    sites, heads = _Sites.of(model, clean, senders, receivers), heads or {}
-    ends = [_run(model, inputs, sites, metric, heads) for inputs in (clean, corrupted)]
+    heads, (sent, read) = heads or {}, _in_order(model, clean, senders, receivers)
+    ends = [_run(model, inputs, sent, metric, heads) for inputs in (clean, corrupted)]
     (there, clean_score), (here, corrupted_score) = ends
     for name, value in there.items():
         same_shape(name, value, here[name])
-    run, first = DifferentiableRun(model, corrupted, metric), next(iter(here))
-    total = dict.fromkeys(sites.receivers, 0.0)
-    nodes, weights = (np.zeros(1), np.ones(1)) if steps is None else np.polynomial.legendre.leggauss(steps)
-    for node, weight in zip((nodes + 1) / 2, weights / weights.sum(), strict=True):
-        probes: dict[str, Tensor] = {}
-
-        def probe(site: str, to: dict[str, Tensor] = probes) -> Edit:
-            return lambda value: value + to.setdefault(site, probe_of(site, value))
-
-        edits = {site: probe(site) for site in sites.receivers}
-        if steps is not None:
-            point = here[first] + float(node) * (there[first] - here[first])
-            edits = {first: lambda value, point=point: point.to(value)} | edits
-        gradients, _ = differentiate(run, edits, probes)
-        total = {site: total[site] + float(weight) * gradients[site].double() for site in sites.receivers}
-    fed, factors = _connections(model, corrupted, sites, heads)
+    first, total = next(iter(here)), dict.fromkeys(read, 0.0)
+    for place, weight in [(0.0, 1.0)] if steps is None else line_nodes(steps):
+        point = here[first] + place * (there[first] - here[first])
+        points = {} if steps is None else {first: point}
+        gradients, *_ = gradients_at(model, corrupted, metric, read, points)
+        total = {site: total[site] + weight * gradients[site].double() for site in read}
+    fed, factors = _connections(model, corrupted, sent, read, heads)
     weights = np.array([factors[name.partition("[")[0]] for name in here])
     values = weights.copy()
     for row, name in enumerate(here):
@@ -137,9 +128,8 @@ def faithfulness(
     makes the curve over the number of edges; edges to receivers that are not in `scores` are never cut.
     """
     heads, found = heads or {}, []
-    names = dict.fromkeys(name.partition("[")[0] for name in scores.senders)
-    sites = _Sites.of(model, corrupted, names, scores.receivers)
-    here, _ = _run(model, corrupted, sites, metric, heads)
+    names = list(dict.fromkeys(name.partition("[")[0] for name in scores.senders))
+    here, _ = _run(model, corrupted, names, metric, heads)
     gap = scores.clean - scores.corrupted
     if not gap:
         raise InterpError(f"clean and corrupted metric are {scores.clean}; expected two values")
@@ -166,30 +156,24 @@ def faithfulness(
     return np.array(found)
 
 
-@dataclass(frozen=True)
-class _Sites:
-    """Senders and receivers in the order of the run."""
-
-    senders: list[str]
-    receivers: list[str]
-
-    @classmethod
-    def of(cls, model: nn.Module, inputs: Inputs, *patterns: str | Iterable[str]) -> _Sites:
-        with torch.no_grad():
-            kinds = []
-            for pattern in patterns:
-                with capture(model, pattern) as acts:
-                    call_model(model, inputs)
-                kinds.append(list(acts))
-            with capture(model, dict.fromkeys([*kinds[0], *kinds[1]])) as acts:
-                call_model(model, inputs)
-        order = {site: number for number, site in enumerate(acts)}
-        sent, read = (sorted(kind, key=order.__getitem__) for kind in kinds)
-        return cls(sent, read)
+@torch.no_grad()
+def _in_order(
+    model: nn.Module, inputs: Inputs, senders: str | Iterable[str], receivers: str | Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """Sites of senders and of receivers in the order of the run."""
+    patterns = [[x] if isinstance(x, str) else list(x) for x in (senders, receivers)]
+    with (
+        capture(model, patterns[0]) as sent,
+        capture(model, patterns[1]) as read,
+        capture(model, [*patterns[0], *patterns[1]]) as both,
+    ):
+        call_model(model, inputs)
+    first, second = ([site for site in both if site in set(kind)] for kind in (sent, read))
+    return first, second
 
 
 def _connections(
-    model: nn.Module, inputs: Inputs, sites: _Sites, heads: Mapping[str, Tensor]
+    model: nn.Module, inputs: Inputs, sent: list[str], read: list[str], heads: Mapping[str, Tensor]
 ) -> tuple[dict[str, str | None], dict[str, list[float]]]:
     """Which receiver feeds each sender, and the factors of its edges to all receivers, NaN where none is.
 
@@ -206,25 +190,23 @@ def _connections(
 
         return apply
 
-    def gradients(site: str, along: Tensor, at: list[str]) -> list[Tensor | None]:
+    def gradients(site: str, along: Tensor, at: list[str]) -> dict[str, Tensor | None]:
         if not made[site].requires_grad:
-            return [None] * len(at)
+            return dict.fromkeys(at)
         leaves = [starts[name] for name in at]
-        return list(torch.autograd.grad(made[site], leaves, along, retain_graph=True, allow_unused=True))
+        found = torch.autograd.grad(made[site], leaves, along, retain_graph=True, allow_unused=True)
+        return dict(zip(at, found, strict=True))
 
-    sent, read = sites.senders, sites.receivers
     with torch.enable_grad(), edit(model, {at_call(site): cut(site) for site in (*sent, *read)}):
         call_model(model, inputs)
         fed: dict[str, str | None] = {}
         for site in sent:
             found = gradients(site, torch.ones_like(made[site]), read)
-            fed[site] = next(
-                (r for r, g in reversed([*zip(read, found, strict=True)]) if g is not None), None
-            )
+            fed[site] = next((name for name in reversed(read) if found[name] is not None), None)
         factors: dict[str, list[float]] = {site: [] for site in sent}
         for site in read:
             random = torch.randn(made[site].shape, generator=torch.Generator().manual_seed(0)).to(made[site])
-            for sender, gradient in zip(sent, gradients(site, random, sent), strict=True):
+            for sender, gradient in gradients(site, random, sent).items():
                 factors[sender].append(_factor((sender, site), gradient, random, heads.get(sender)))
     return fed, factors
 
@@ -252,13 +234,11 @@ def _factor(edge: Edge, gradient: Tensor | None, along: Tensor, output: Tensor |
 
 @torch.no_grad()
 def _run(
-    model: nn.Module, inputs: Inputs, sites: _Sites, metric: Metric, heads: Mapping[str, Tensor]
+    model: nn.Module, inputs: Inputs, senders: list[str], metric: Metric, heads: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], float]:
     """The output of each sender, and the metric."""
-    with capture(model, sites.senders) as acts:
-        output = call_model(model, inputs)
-    made = {name: x for site, value in acts.items() for name, x in _written(site, value, heads).items()}
-    return made, score(metric, output)
+    acts, value = run_captured(model, inputs, senders, metric)
+    return {name: x for site in acts for name, x in _written(site, acts[site], heads).items()}, value
 
 
 def _written(site: str, value: Tensor, heads: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ the final norm frozen, a logit is linear in it. Letters: B batch, T tokens, D mo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,6 +44,10 @@ class LogitAttribution:
     mlp: dict[str, Tensor]  # of parallel blocks add up heads and neurons
     direction: Tensor  # [B, T, D] what the logit is, as a linear function of the last residual stream
 
+    def share(self, value: Tensor) -> Tensor:
+        """[B, T] of a value [B, T, D] of the residual stream."""
+        return (value.detach().double() * self.direction).sum(-1)
+
     def of_features(self, sae: Any, value: Tensor) -> tuple[Tensor, Tensor]:
         """Of a value [B, T, D] of the residual stream: shares of features [B, T, F], and of all else [B, T].
 
@@ -68,18 +72,17 @@ def attribute_logits(
     Args:
         model: a decoder with one stack of blocks; see `canonical_sites` for which parts of it are found.
         inputs: a tensor, a tuple of positional arguments, or a mapping of named ones.
-        targets: [B, T] ids, whose logits are attributed.
-        against: [B, T] ids, whose logits are subtracted.
+        targets: [B, T] ids, whose logits are attributed; those of `against` [B, T] are subtracted.
+        against: see targets.
         final_norm: `frozen_norm` takes the scale of the final norm as a constant; it must be RMS or layer
             norm. `linearized_norm` takes the tangent. A norm behind attention or MLP is frozen anyway
             (it is found by what it adds, in 16 bits less surely: use float32).
         norm: see `Unembedding`.
         head: see `Unembedding`. A factor or soft cap behind it is a constant of each logit, too.
 
-    InterpError where shares do not sum to the logits to 1e-4 (in 16 bits 3e-2) of the largest.
-
-    Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"; the scale is kept fixed
-    as in `ActivationCache.logit_attrs` of TransformerLens.
+    InterpError where shares do not sum to the logits to 1e-4 (in 16 bits 3e-2) of the largest. Source: Elhage
+    et al. 2021, "A Mathematical Framework for Transformer Circuits"; the scale is kept fixed as in
+    `ActivationCache.logit_attrs` of TransformerLens.
     """
     end, sites = Unembedding(model, norm, head), canonical_sites(model, inputs)
     blocks = [name.removesuffix(".resid_pre") for name in sites if name.endswith(".resid_pre")]
@@ -94,37 +97,48 @@ def attribute_logits(
     if against is not None:
         other = _readout(end, last.detach(), against, logits, final_norm)
         direction, constant, chosen = direction - other[0], constant - other[1], chosen - other[2]
-    parts, heads, neurons, rests, attention, mlp = {}, {}, {}, {}, {}, {}
-    modules = named_modules(model)
-    before = kept[sites[f"{blocks[0]}.resid_pre"]].detach().double()
-    parts["embed"], between = (before * direction).sum(-1), 0.0
+    found = LogitAttribution(chosen, {}, {}, {}, {}, {}, {}, direction)
+    values, modules = {name: kept[site] for name, site in sites.items()}, named_modules(model)
+    norms = {name: (modules[norm], kept[f"{norm}:in"]) for name, norm in behind.items()}
+    parts, before = found.parts, found.share(values[f"{blocks[0]}.resid_pre"])
+    parts["embed"], between = before, torch.zeros_like(before)
     for block in blocks:
-        start, post = (kept[sites[f"{block}.{place}"]] for place in ("resid_pre", "resid_post"))
-        between = between + ((start.detach().double() - before) * direction).sum(-1)
-        before = post.detach().double()
-        parts[block] = rests[block] = ((before - start.detach().double()) * direction).sum(-1)
-        middle = kept.get(sites.get(f"{block}.resid_mid", ""), post)
-        has_neurons = f"{block}.mlp.post" in sites
-        is_sum = middle is post or not has_neurons or _passes(middle, post, direction)
-        if middle is not post and is_sum:
-            attention[block] = ((middle.detach().double() - start.detach().double()) * direction).sum(-1)
-            mlp[block] = parts[block] - attention[block]
-        for place, made, found in (("mlp.post", post, neurons), ("attn.z", middle, heads)):
-            is_alone = is_sum and (middle is not post or has_neurons)  # else an MLP or norm is in the path
-            if is_alone and (site := sites.get(f"{block}.{place}")) is not None:
-                to, norm_name = direction, behind.get(f"{block}.{place}")
-                if norm_name is not None:
-                    made = kept[f"{norm_name}:in"]
-                    to, _ = _through(modules[norm_name], made.detach(), direction)
-                shares = _shares(kept[site], made, to, place == "attn.z")
-                if shares is not None:
-                    found[block], rests[block] = shares, rests[block] - shares.sum(-1)
-    parts["between"] = between + ((last.detach().double() - before) * direction).sum(-1)
-    parts["constant"] = constant
+        between += found.share(values[f"{block}.resid_pre"]) - before
+        _add_block(found, block, values, norms)
+        before = found.share(values[f"{block}.resid_post"])
+    parts["between"], parts["constant"] = between + found.share(last) - before, constant
     worst = (torch.stack(list(parts.values())).sum(0) - chosen).abs().max().item()
     if not worst <= _close(last.dtype) * max(1.0, chosen.abs().max().item()):
         raise InterpError(f"shares miss the logits by {worst:.3g}; expected their sum: pass norm= and head=")
-    return LogitAttribution(chosen, parts, heads, neurons, rests, attention, mlp, direction)
+    return found
+
+
+def _add_block(
+    found: LogitAttribution,
+    block: str,
+    values: Mapping[str, Tensor],
+    behind: Mapping[str, tuple[Any, Tensor]],
+) -> None:
+    """Add the shares of a block, by values of all canonical names, to what was found."""
+    pre, post = values[f"{block}.resid_pre"], values[f"{block}.resid_post"]
+    middle, neurons = values.get(f"{block}.resid_mid"), values.get(f"{block}.mlp.post")
+    found.parts[block] = found.rest[block] = found.share(post) - found.share(pre)
+    if middle is not None and neurons is not None and not _passes(middle, post, found.direction):
+        return  # behind a norm of the sum of stream and MLP, nothing has a share
+    if middle is not None:
+        found.attention[block] = found.share(middle) - found.share(pre)
+        found.mlp[block] = found.share(post) - found.share(middle)
+    elif neurons is None:
+        return  # an MLP that is not seen is in the path of the heads
+    made_of_heads = post if middle is None else middle
+    for place, made, into in (("mlp.post", post, found.neurons), ("attn.z", made_of_heads, found.heads)):
+        name, to = f"{block}.{place}", found.direction
+        if name in behind:
+            norm, made = behind[name]
+            to, _ = _through(norm, made.detach(), to)
+        shares = _shares(values[name], made, to, place == "attn.z") if name in values else None
+        if shares is not None:
+            into[block], found.rest[block] = shares, found.rest[block] - shares.sum(-1)
 
 
 def _run(
@@ -148,37 +162,35 @@ def _run(
 
 @torch.no_grad()
 def _norms_behind(
-    model: nn.Module, inputs: Inputs, sites: dict[str, str], blocks: list[str]
+    model: nn.Module, inputs: Inputs, sites: Mapping[str, str], blocks: Iterable[str]
 ) -> dict[str, str]:
     """The norm applied to the output of attention or MLP, if any, by canonical name."""
-    found: dict[str, str] = {}
-    kinds: dict[str, dict[str, str]] = {}  # of blocks that are alike, the first is run
-    modules = named_modules(model)
+    found, modules = dict[str, str](), named_modules(model)
+    kinds: dict[str, dict[str, str]] = {}  # by what follows the name, of blocks that are alike: one is run
     for block in blocks:
         name = sites[f"{block}.resid_pre"].removesuffix(":in")
         kind = structure(modules[name])
         if kind not in kinds:
-            kinds[kind] = _norms_in(model, inputs, name, sites.get(f"{block}.resid_mid", ""))
+            with capture(model, [f"{name}.**:in", f"{name}.**:out", f"{name}:in", f"{name}:out"]) as acts:
+                call_model(model, inputs)
+            pre, post = acts[f"{name}:in"], acts[f"{name}:out"]
+            middle = acts.get(sites.get(f"{block}.resid_mid", ""), pre)
+            kinds[kind] = {
+                place: inside.removeprefix(name)
+                for place, written in (("attn.z", middle - pre), ("mlp.post", post - middle))
+                for inside in (site.removesuffix(":out") for site in acts if site.endswith(":out"))
+                if _is_norm(modules[inside], acts.get(f"{inside}:in"), acts[f"{inside}:out"], written)
+            }
         found |= {f"{block}.{place}": name + inside for place, inside in kinds[kind].items()}
     return found
 
 
-def _norms_in(model: nn.Module, inputs: Inputs, name: str, mid: str) -> dict[str, str]:
-    """The same of one block, by what follows its name."""
-    found, modules = dict[str, str](), named_modules(model)
-    with capture(model, [f"{name}.**:in", f"{name}.**:out", f"{name}:in", f"{name}:out"]) as acts:
-        call_model(model, inputs)
-    pre, post = acts[f"{name}:in"], acts[f"{name}:out"]
-    middle = acts.get(mid, pre)
-    for place, written in (("attn.z", middle - pre), ("mlp.post", post - middle)):
-        for site, value in acts.items():
-            inside = site.removesuffix(":out")
-            given = acts.get(f"{inside}:in")
-            if site.endswith(":out") and given is not None and given.shape == value.shape == pre.shape:
-                alike = torch.cosine_similarity(value.double().flatten(), written.double().flatten(), 0)
-                if alike > 1 - _close(value.dtype) and _frozen(modules[inside], given):
-                    found[place] = inside.removeprefix(name)
-    return found
+def _is_norm(module: nn.Module, given: Tensor | None, made: Tensor, written: Tensor) -> bool:
+    """Whether a module is a norm that makes what is written into the stream."""
+    if given is None or not given.shape == made.shape == written.shape:
+        return False
+    alike = torch.cosine_similarity(made.double().flatten(), written.double().flatten(), 0)
+    return bool(alike > 1 - _close(made.dtype)) and _frozen(module, given) is not None
 
 
 def _passes(middle: Tensor, post: Tensor, direction: Tensor) -> bool:
@@ -189,10 +201,7 @@ def _passes(middle: Tensor, post: Tensor, direction: Tensor) -> bool:
 
 
 def _shares(source: Tensor, made: Tensor, direction: Tensor, has_heads: bool) -> Tensor | None:
-    """[B, T, N] or [B, T, F]: what each number of `source` adds to `made` in a direction; None: it is no sum.
-
-    It is none behind the norm of a sum (OpenAI GPT, OPT 350M): then the gradient depends on the source.
-    """
+    """What each number of `source` adds to `made` in a direction, [B, T, N or F]; None: it is no sum."""
     along = (made.double() * direction).sum()
     (effect,) = torch.autograd.grad(along, source, create_graph=True, materialize_grads=True)
     if effect.requires_grad:
@@ -224,9 +233,8 @@ def _readout(
     factor = (chosen / value).where(value != 0, 1.0)
     order = made.argsort(-1)
     sizes = logits.double().gather(-1, order)
-    if bool((sizes.diff(dim=-1) < -_close(last.dtype) * sizes.abs().amax()).any()) or bool(
-        (factor < 0).any()
-    ):
+    falls = sizes.diff(dim=-1) < -_close(last.dtype) * sizes.abs().amax()
+    if bool(falls.any()) or bool((factor < 0).any()):
         raise InterpError("norm and head do not give the order of the model's logits; pass norm= and head=")
     if how == "linearized_norm":
         direction = tangent.double() * factor[..., None]

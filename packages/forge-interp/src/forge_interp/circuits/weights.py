@@ -7,7 +7,6 @@ and key positions have the score (x W_Q) (y W_K)^T (times a scale).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from forge_interp.canonical import canonical_sites
 from forge_interp.errors import InterpError
-from forge_interp.hooks.capture import Activations, capture
+from forge_interp.hooks.capture import capture
 from forge_interp.hooks.edit import Edit, edit
 
 Kind = Literal["q", "k", "v"]
@@ -40,43 +39,44 @@ class HeadWeights:
 
 @torch.no_grad()
 def head_weights(model: nn.Module, tokens: Tensor) -> dict[str, HeadWeights]:
-    """The weights of all heads, by canonical name of the block (`blocks.0`), of a model of ids.
+    """The weights of all heads by canonical name of the block (`blocks.0`), of a model of ids.
 
-    Two passes over batches of one token, as many as D and N H'. InterpError where values or output are no
-    linear map of what attention is given, or the output projection lies in another module;
-    where queries or keys are none (QK norms), or are not seen (the
-    model takes the softmax itself: set "sdpa", if it can), these are None.
-
-    Args:
-        model: any module; queries and keys are found where it calls `F.scaled_dot_product_attention`.
-        tokens: [B, T] ids, some input of it.
+    Two passes over batches of one token, as many as D and N H'; `tokens` [B, T] are some input. InterpError
+    where values or output are no linear map of what attention is given, or the output projection lies in
+    another module. Queries and keys are None where they are no such map (QK norms), or are not seen (the
+    model does not call `F.scaled_dot_product_attention`: set "sdpa", if it can).
     """
-    sites = {
-        name.removesuffix(".attn.z"): site
-        for name, site in canonical_sites(model, tokens).items()
+    sites = canonical_sites(model, tokens).items()
+    modules = {
+        name.removesuffix(".attn.z"): site.rpartition(":")[0]
+        for name, site in sites
         if name.endswith("attn.z")
     }
-    modules = {block: site.rpartition(":")[0] for block, site in sites.items()}
-    names = [f"{module}:{part}" for module in modules.values() for part in ("in", "attn.z", "out")]
-    with capture(model, names) as acts:
+    names = [f"{module}:{part}" for module in modules.values() for part in ("in", "attn.z")]
+    with capture(model, names) as at:
         model(tokens[:1, :1])
-    given = {block: acts[f"{module}:in"] for block, module in modules.items()}
-    found = {block: acts[f"{module}:attn.z"] for block, module in modules.items()}
-    maps: dict[str, dict[str, Tensor | None]] = {block: {} for block in modules}
-    for values, end, parts in ((given, "in", ("attn.q", "attn.k", "attn.v")), (found, "attn.z", ("out",))):
-        size = max(value.numel() for value in values.values())
-        edits = {f"{modules[block]}:{end}": _units(value, size) for block, value in values.items()}
-        try:
-            acts = _read(
-                model, tokens, size + 2, edits, [f"{m}:{part}" for m in modules.values() for part in parts]
-            )
-        except InterpError:  # a softmax of the model's own shows neither queries nor keys
-            parts = parts[-1:]
-            acts = _read(model, tokens, size + 2, edits, [f"{m}:{parts[0]}" for m in modules.values()])
-        for block, value in values.items():
-            for part in parts:
-                maps[block][part] = _linear(acts[f"{modules[block]}:{part}"], value.numel())
-    return {block: _by_head(found[block], parts, block) for block, parts in maps.items()}
+    found: dict[str, dict[str, Tensor | None]] = {block: {} for block in modules}
+    for end, parts in (("in", ("attn.q", "attn.k", "attn.v")), ("attn.z", ("out",))):
+        sizes = {module: at[f"{module}:{end}"].numel() for module in modules.values()}
+        many = tokens[:1, :1].expand(max(sizes.values()) + 2, 1)
+        edits = {f"{module}:{end}": _units(size, len(many)) for module, size in sizes.items()}
+        for wanted in (parts, parts[-1:]):
+            try:
+                with (
+                    edit(model, edits),
+                    capture(model, [f"{m}:{part}" for m in sizes for part in wanted]) as acts,
+                ):
+                    model(many)
+                break
+            except InterpError:  # a softmax of the model's own shows neither queries nor keys
+                if wanted == parts[-1:]:
+                    raise
+        for block, module in modules.items():
+            for part in wanted:
+                found[block][part] = _linear(acts[f"{module}:{part}"], sizes[module])
+    return {
+        block: _by_head(block, at[f"{modules[block]}:attn.z"].shape[1], maps) for block, maps in found.items()
+    }
 
 
 def composition_scores(weights: dict[str, HeadWeights], kind: Kind) -> tuple[np.ndarray, list[str]]:
@@ -100,11 +100,8 @@ def composition_scores(weights: dict[str, HeadWeights], kind: Kind) -> tuple[np.
         left, column = _triangle(first.v), end
         size = torch.linalg.matrix_norm(left @ _triangle(first.o.mT).mT)
         for second in list(weights.values())[number + 1 :]:
-            start, back = {
-                "q": (second.q, second.k),
-                "k": (second.k, second.q),
-                "v": (second.v, second.o.mT),
-            }[kind]
+            factors = {"q": (second.q, second.k), "k": (second.k, second.q), "v": (second.v, second.o.mT)}
+            start, back = factors[kind]
             assert start is not None and back is not None
             right = _triangle(back).mT
             whole = torch.linalg.matrix_norm(_triangle(start) @ right)
@@ -121,21 +118,16 @@ def _triangle(factor: Tensor) -> Tensor:
     return torch.linalg.qr(factor, mode="r").R
 
 
-def _read(
-    model: nn.Module, tokens: Tensor, size: int, edits: Mapping[str, Edit], sites: Sequence[str]
-) -> Activations:
-    with edit(model, edits), capture(model, sites) as acts:
-        model(tokens[:1, :1].expand(size, 1))
-    return acts
+def _probe(size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
 
 
-def _units(value: Tensor, size: int) -> Edit:
+def _units(size: int, count: int) -> Edit:
     """An edit that puts zeros, unit vectors and at last a random vector in place of what one token has."""
-    random = torch.randn(value.numel(), generator=torch.Generator().manual_seed(0))
-    rows = torch.zeros(size + 2, value.numel())
-    rows[1 : 1 + value.numel()].fill_diagonal_(1.0)
-    rows[-1] = random
-    return lambda old: rows.to(old).view(size + 2, *old.shape[1:])
+    rows = torch.zeros(count, size)
+    rows[1 : 1 + size].fill_diagonal_(1.0)
+    rows[-1] = _probe(size)
+    return lambda old: rows.to(old).view(count, *old.shape[1:])
 
 
 def _linear(made: Tensor, size: int) -> Tensor | None:
@@ -143,14 +135,17 @@ def _linear(made: Tensor, size: int) -> Tensor | None:
     close = 1e-3 if made.dtype in (torch.float32, torch.float64) else 5e-2
     made = made.double()
     matrix, wanted = made[1 : 1 + size] - made[:1], made[-1] - made[0]
-    random = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(made)
-    error = (torch.einsum("d,d...->...", random, matrix) - wanted).abs()
+    error = (torch.einsum("d,d...->...", _probe(size).to(made), matrix) - wanted).abs()
     is_linear = made.numel() > 0 and bool((error <= close * wanted.abs().amax()).all())
     return matrix if is_linear else None
 
 
-def _by_head(z: Tensor, maps: dict[str, Tensor | None], block: str) -> HeadWeights:
-    v, o = maps["attn.v"], maps["out"]
+def _by_head(block: str, heads: int, maps: dict[str, Tensor | None]) -> HeadWeights:
+    q, k, v = (
+        None if x is None else x[:, :, 0].movedim(1, 0).repeat_interleave(heads // x.shape[1], 0)
+        for x in (maps.get(f"attn.{name}") for name in "qkv")
+    )
+    o = maps["out"]
     if v is None or o is None:
         raise InterpError(
             f"values or output of attention in {block} are no linear map of what it is given; expected one, "
@@ -161,11 +156,4 @@ def _by_head(z: Tensor, maps: dict[str, Tensor | None], block: str) -> HeadWeigh
             f"attention in {block} gives attn.z as it is, so that W_O lies elsewhere (as in BERT); expected "
             "attention with its output projection in one module"
         )
-    found = [
-        None if x is None else x[:, :, 0].movedim(1, 0) for x in (maps.get("attn.q"), maps.get("attn.k"), v)
-    ]
-    q, k, v = (
-        None if x is None else x.repeat_interleave(z.shape[1] // len(x), 0) for x in found
-    )  # [K, D, H]
-    assert v is not None
-    return HeadWeights(q, k, v, o[:, 0].unflatten(0, (z.shape[1], -1)))
+    return HeadWeights(q, k, v, o[:, 0].unflatten(0, (heads, -1)))

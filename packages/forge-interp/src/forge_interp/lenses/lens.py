@@ -5,7 +5,7 @@ Letters: L sites, B batch, T tokens, D model dim, V vocabulary, k kept tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ Decode = Callable[[str, Tensor], Tensor]
 _COPIES = 6
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 _LOW_PRECISION_TOLERANCE = 5e-2
+_REMEDY = (
+    "expected the model's own logits: pass the right norm= and head=, head as a function if the model does "
+    "more at its end (a soft cap: head=lambda x: cap * torch.tanh(model.lm_head(x) / cap)), or check=False"
+)
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,8 @@ def logit_lens(
         model: any module that returns logits (a tensor, `.logits`, or a tuple that starts with them).
         sites: where to read, such as "layers.*:out"; values [..., D] with leading axes as the logits'.
         *args: inputs of the model, and **kwargs.
-        norm: name or function of the final norm; default: found, see `Unembedding`.
-        head: name or function of the unembedding; default: found.
+        norm: name or function of the final norm, and `head` of the unembedding; default: `Unembedding`.
+        head: see norm.
         targets: [...] integer, the token to rank at each position; negative ones are left out.
         top_k: how many tokens to keep.
         keep_logits: also return all logits, L times [..., V].
@@ -84,12 +88,11 @@ def logit_lens(
     """
     unembedding = Unembedding(model, norm, head)
     end = unembedding.norm_name if unembedding.norm_name is not None else unembedding.head_name
-    with capture(model, sites) as acts, ExitStack() as stack:
-        is_checked = check and end is not None
-        ends = stack.enter_context(capture(model, f"{end}:in")) if is_checked else {}
+    ends = capture(model, f"{end}:in") if check and end is not None else nullcontext({})
+    with capture(model, sites) as acts, ends as given:
         final = output_logits(run_model(model, args, kwargs))
-    if ends:
-        _check_end(list(ends.values())[-1], final, unembedding)
+    if given:
+        _check_end(list(given.values())[-1], final, unembedding)
     how: dict[str, Any] = {"top_k": top_k, "keep_logits": keep_logits, "max_bytes": max_bytes}
     return read_lens(acts, lambda site, hidden: unembedding(hidden), final=final, targets=targets, **how)
 
@@ -110,66 +113,46 @@ def read_lens(
     `decode` gives the logits; for the logit lens, `lambda site, x: unembedding(x)` with an `Unembedding`.
     `final` [..., V] are the model's own, for the divergence; options are those of `logit_lens`.
     """
-    lead = _leading_axes(activations, final, targets)
+    shapes = {site: tuple(hidden.shape[:-1]) for site, hidden in activations.items()}
+    shapes |= {} if final is None else {"the model's logits": tuple(final.shape[:-1])}
+    shapes |= {} if targets is None else {"targets": tuple(targets.shape)}
+    if not activations or len(set(shapes.values())) != 1:
+        raise InterpError(f"leading axes are {shapes}; expected the same for all, and at least one site")
     final = None if final is None else final.flatten(0, -2)
     targets = None if targets is None else targets.flatten()
-    rows, logits = [], {}
+    pieces, logits = list[dict[str, Tensor]](), dict[str, Tensor]()
     for site, hidden in activations.items():
         flat = hidden.flatten(0, -2)
         size = _rows_at_once(decode(site, flat[:1]), top_k, max_bytes)
         if keep_logits:
             logits[site] = decode(site, hidden)
-        pieces = []
-        for cut in (slice(start, start + size) for start in range(0, flat.shape[0], size)):
+        for start in range(0, len(flat), size):
+            cut = slice(start, start + size)
             part = logits[site].flatten(0, -2)[cut] if keep_logits else decode(site, flat[cut])
-            wanted = (None if x is None else x[cut] for x in (final, targets))
-            pieces.append(_summarize(part, top_k, *wanted))
-        joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-        rows.append({name: value.unflatten(0, lead) for name, value in joined.items()})
+            pieces.append(_summarize(part, top_k, *(None if x is None else x[cut] for x in (final, targets))))
+    axes = (len(activations), *next(iter(shapes.values())))
     found: dict[str, Any] = dict.fromkeys(("kl", "target_rank", "target_log_prob"))
-    found |= {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    found |= {name: torch.cat([piece[name] for piece in pieces]).unflatten(0, axes) for name in pieces[0]}
     return LensResult(tuple(activations), **found, logits=logits if keep_logits else None)
 
 
 def _check_end(given: Tensor, final: Tensor, unembedding: Unembedding) -> None:
     """Apply norm and head to the last hidden state, and compare with the model's logits."""
     names = f"norm={unembedding.norm_name or '(given)'}, head={unembedding.head_name or '(given)'}"
-    remedy = (
-        "; pass the right norm= and head=, head as a function if the model does more at its end (a soft cap: "
-        "head=lambda x: cap * torch.tanh(model.lm_head(x) / cap)), or check=False"
-    )
     try:
         own = unembedding.head(given) if unembedding.norm_name is None else unembedding(given)
     except RuntimeError as error:
-        text = f"{names} do not fit together ({error}); expected the model's logits{remedy}"
-        raise InterpError(text) from error
+        raise InterpError(f"{names} do not fit together ({error}); {_REMEDY}") from error
     if own.shape != final.shape:
-        raise InterpError(
-            f"{names} give logits of shape {tuple(own.shape)}; expected {tuple(final.shape)}, "
-            f"what the model returns{remedy}"
-        )
+        shapes = f"shape {tuple(own.shape)}; expected {tuple(final.shape)}"
+        raise InterpError(f"{names} give logits of {shapes}, what the model returns; {_REMEDY}")
     wide = torch.promote_types(torch.float32, final.dtype)
     difference = (own.to(wide) - final.to(wide)).abs().where(own != final, 0.0).max()
     scale = final.to(wide).abs().where(final.isfinite(), 0.0).max()
     coarse = max(own.dtype, final.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     if not bool(difference <= _TOLERANCE.get(coarse, _LOW_PRECISION_TOLERANCE) * scale):
-        raise InterpError(
-            f"{names} differ from the model's own logits by up to {difference.item():.3g}; expected the same"
-            + remedy
-        )
-
-
-def _leading_axes(
-    activations: Mapping[str, Tensor], final: Tensor | None, targets: Tensor | None
-) -> tuple[int, ...]:
-    shapes = {site: tuple(hidden.shape[:-1]) for site, hidden in activations.items()}
-    if final is not None:
-        shapes["the model's logits"] = tuple(final.shape[:-1])
-    if targets is not None:
-        shapes["targets"] = tuple(targets.shape)
-    if not activations or len(set(shapes.values())) != 1:
-        raise InterpError(f"leading axes are {shapes}; expected the same for all, and at least one site")
-    return next(iter(shapes.values()))
+        by = f"by up to {difference.item():.3g}"
+        raise InterpError(f"{names} differ from the model's own logits {by}; {_REMEDY}")
 
 
 def _rows_at_once(logits: Tensor, top_k: int, max_bytes: int) -> int:

@@ -1,7 +1,4 @@
-"""Which final norm and head turn a hidden state of this model into logits?
-
-Letters: D model dim, V vocabulary.
-"""
+"""Which final norm and head turn a hidden state [..., D] of this model into logits [..., V]?"""
 
 from collections.abc import Callable
 from typing import Any

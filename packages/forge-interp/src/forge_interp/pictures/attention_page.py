@@ -32,17 +32,9 @@ def attention_page(
     address keeps the choice (`#row/site/head/query`, from 0), so that a link says what to look at.
     Weights are kept in steps of 1/65535: each is off by at most 7.7e-6. The file takes 2.7 bytes a weight.
 
-    Args:
-        patterns: {site: [B, N, T, S]} weights in [0, 1], as captured at `attn.pattern`.
-        tokens: B rows of S words, of the keys; the last T of a row are the queries.
-        path: of the file.
-        title: of the page.
-
-    Returns:
-        The path.
-
-    Raises:
-        InterpError: a pattern does not fit the tokens, is no weight, or there are more than 33 million.
+    `patterns` are {site: [B, N, T, S]} weights in [0, 1], as captured at `attn.pattern`; `tokens` B rows of
+    S words, of the keys, of which the last T are the queries. Returns the path. InterpError where a pattern
+    does not fit the tokens, is no weight, or there are more than 33 million.
     """
     sites = [{"name": site, **_encoded(site, value, tokens)} for site, value in patterns.items()]
     if not sites:

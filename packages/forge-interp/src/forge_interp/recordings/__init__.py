@@ -1,8 +1,14 @@
 """Which layer predicts recordings of a brain? From words with onsets to held-out scores of voxels."""
 
 from forge_interp.recordings.encoding import EncodingScores, encode, noise_ceiling
-from forge_interp.recordings.response import at_scans, canonical_response, delayed, lanczos
-from forge_interp.recordings.words import pool_words, word_samples
+from forge_interp.recordings.words import (
+    at_scans,
+    canonical_response,
+    delayed,
+    lanczos,
+    pool_words,
+    word_samples,
+)  # fmt: skip
 
 __all__ = [
     "EncodingScores", "at_scans", "canonical_response", "delayed", "encode", "lanczos", "noise_ceiling",

@@ -5,14 +5,14 @@ repeats, P permutations.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from forge_interp.analysis.arrays import Array, Labels, as_labels, as_matrix, check_finite
+from forge_interp.analysis.arrays import Array, Labels, as_alphas, as_array, as_labels
 from forge_interp.errors import InterpError, optional
-from forge_interp.recordings.response import as_runs, delayed
+from forge_interp.recordings.words import as_runs, delayed
 
 ALPHAS = np.logspace(-1, 7, 17)
 _TARGETS = 2048  # voxels, or permutations of them, that are predicted at once
@@ -61,9 +61,8 @@ def encode(
     (`himalaya.backend.set_backend("torch_cuda")`), in float64.
 
     A p value is the share of permutations, in which blocks of scans are shuffled within their run, with a
-    mean r at least as large. With one test run its recordings are shuffled. With several, scores of the folds
-    depend on each other, as each run is in the fit of the others: the whole fit is made anew for each
-    permutation, with the voxels of all as one set of targets.
+    mean r at least as large. With one test run its recordings are shuffled; with several, each is in the fit
+    of the others, and the whole fit is made anew for each permutation.
 
     Args:
         bands: features [S, D] at the scans, or several by name.
@@ -86,20 +85,24 @@ def encode(
     from himalaya.kernel_ridge import generate_dirichlet_samples
 
     features = bands if isinstance(bands, Mapping) else {"features": bands}
-    x = {name: _matrix(band, name) for name, band in features.items()}
-    y, numbers = _matrix(recordings, "recordings"), as_runs(runs)
-    candidates = np.asarray(ALPHAS if alphas is None else alphas, dtype=np.float64)
+    x = {name: as_array(band, name) for name, band in features.items()}
+    y, numbers = as_array(recordings, "recordings"), as_runs(runs)
+    candidates = as_alphas(ALPHAS if alphas is None else alphas)
     held_out = _held_out(as_labels(runs), numbers, test_runs)
-    _check({"recordings": y} | x, numbers, candidates, permutations, block)
+    for name, array in ({"recordings": y} | x).items():
+        if len(array) != len(numbers):
+            raise InterpError(f"{name} has {len(array)} rows, runs {len(numbers)}; expected one a scan")
+    if permutations and not 1 <= block <= (shortest := np.bincount(numbers).min()) // 2:
+        raise InterpError(f"block is {block} scans, runs have from {shortest}; expected at most half of one")
     weights = np.ones((1, 1))
     if len(x) > 1:
         drawn = generate_dirichlet_samples(max(draws, 1), len(x), [0.1, 1.0], random_state=seed)
         weights = np.concatenate([np.full((1, len(x)), 1 / len(x)), _to_numpy(drawn)[1:]])
     problem = _Problem(x, numbers, held_out, delays, candidates, weights)
     found = _folds(problem, y)
-    p = _p_values(problem, y, found, permutations, block, seed) if permutations else None
-    r, r2, band_r2, penalties, predictions = found
-    return EncodingScores(tuple(x), r, r2, band_r2, penalties, predictions, p)
+    return (
+        replace(found, p=_p_values(problem, y, found, permutations, block, seed)) if permutations else found
+    )
 
 
 def noise_ceiling(repeats: Array, runs: Labels) -> np.ndarray:
@@ -118,8 +121,8 @@ def noise_ceiling(repeats: Array, runs: Labels) -> np.ndarray:
     return np.sqrt(reliability.clip(0, 1))
 
 
-def _folds(problem: _Problem, y: np.ndarray) -> tuple[np.ndarray, ...]:
-    """`r`, `r2`, `band_r2`, `penalties` and `predictions` of recordings [S, V]."""
+def _folds(problem: _Problem, y: np.ndarray) -> EncodingScores:
+    """The scores of recordings [S, V], without p values."""
     predictions, scores = np.full(y.shape, np.nan), []
     for run in problem.held_out:
         test = problem.runs == run
@@ -131,7 +134,8 @@ def _folds(problem: _Problem, y: np.ndarray) -> tuple[np.ndarray, ...]:
         with np.errstate(invalid="ignore", divide="ignore"):
             band_r2 = (parts * (2 * actual - guess)).sum(1) / (actual**2).sum(0)
         scores.append((_correlation(guess, actual), band_r2.sum(0), band_r2, penalties))
-    return (*(np.stack(column) for column in zip(*scores, strict=True)), predictions)
+    r, r2, band_r2, penalties = (np.stack(column) for column in zip(*scores, strict=True))
+    return EncodingScores(tuple(problem.bands), r, r2, band_r2, penalties, predictions, None)
 
 
 def _fit(problem: _Problem, y: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -149,14 +153,9 @@ def _fit(problem: _Problem, y: np.ndarray, test: np.ndarray) -> tuple[np.ndarray
     size = y[train].std(0)  # himalaya takes differences of squared errors below 1e-16 for ties
     size[size == 0] = 1
     targets = (y[train] - y[train].mean(0)) / size
-    options: dict[str, Any] = {
-        "n_iter": problem.weights,
-        "alphas": problem.alphas,
-        "cv": PredefinedSplit(problem.runs[train]),
-        "fit_intercept": True,
-        "n_targets_batch": _TARGETS,
-        "progress_bar": False,
-    }
+    options: dict[str, Any] = {"n_iter": problem.weights, "alphas": problem.alphas, "fit_intercept": True}
+    options |= {"n_targets_batch": _TARGETS, "progress_bar": False}
+    options |= {"cv": PredefinedSplit(problem.runs[train])}
     known = [band[train] for band in bands]
     if sum(band.shape[1] for band in bands) <= len(targets):
         deltas, found, *_ = solve_group_ridge_random_search(known, targets, return_weights=True, **options)
@@ -172,16 +171,11 @@ def _fit(problem: _Problem, y: np.ndarray, test: np.ndarray) -> tuple[np.ndarray
 
 
 def _p_values(
-    problem: _Problem,
-    y: np.ndarray,
-    found: tuple[np.ndarray, ...],
-    permutations: int,
-    block: int,
-    seed: int,
+    problem: _Problem, y: np.ndarray, found: EncodingScores, permutations: int, block: int, seed: int
 ) -> np.ndarray:
     """[V] share of permutations, and the recordings as they are, with a mean r at least as large."""
     random = np.random.default_rng(seed)
-    actual, predictions = found[0].mean(0), found[-1]
+    actual = found.r.mean(0)
     orders = [_shuffled_blocks(problem.runs, block, random) for _ in range(permutations)]
     together = max(1, _TARGETS // y.shape[1])
     test = problem.runs == problem.held_out[0]
@@ -189,9 +183,9 @@ def _p_values(
     for start in range(0, permutations, together):
         some = orders[start : start + together]
         if len(problem.held_out) == 1:
-            r = np.stack([_correlation(predictions[test], y[order][test]) for order in some])
+            r = np.stack([_correlation(found.predictions[test], y[order][test]) for order in some])
         else:
-            r = _folds(problem, np.concatenate([y[order] for order in some], axis=1))[0].mean(0)
+            r = _folds(problem, np.concatenate([y[order] for order in some], axis=1)).r.mean(0)
         count += (r.reshape(len(some), -1) >= actual).sum(0)
     return np.where(np.isnan(actual), np.nan, count / (permutations + 1))
 
@@ -223,25 +217,6 @@ def _held_out(labels: np.ndarray, numbers: np.ndarray, test_runs: Sequence[objec
             "are left to choose penalties, and at least one of them held out"
         )
     return [names.index(run) for run in chosen]
-
-
-def _check(
-    arrays: Mapping[str, np.ndarray], runs: np.ndarray, alphas: np.ndarray, permutations: int, block: int
-) -> None:
-    """Raise InterpError where arrays and numbers do not fit."""
-    if wrong := next((name for name, array in arrays.items() if len(array) != len(runs)), None):
-        raise InterpError(f"{wrong} has {len(arrays[wrong])} rows, runs {len(runs)}; expected one a scan")
-    if not alphas.size or not (alphas > 0).all():
-        raise InterpError(f"alphas are {alphas.tolist()}; expected at least one, all positive")
-    if permutations and not 1 <= block <= np.bincount(runs).min() // 2:
-        raise InterpError(
-            f"block is {block} scans, runs have from {np.bincount(runs).min()}; expected at most half of one"
-        )
-
-
-def _matrix(values: Array, name: str) -> np.ndarray:
-    check_finite(matrix := as_matrix(values, name), name)
-    return matrix.cpu().numpy()
 
 
 def _to_numpy(values: Any) -> np.ndarray:

@@ -3,8 +3,7 @@
 from forge_interp.sae.autoencoder import SAEConfig, SparseAutoencoder
 from forge_interp.sae.formats import load_sae, save_sae
 from forge_interp.sae.rows import ModelRows, StoreRows
-from forge_interp.sae.splice import Spliced, spliced
-from forge_interp.sae.statistics import FeatureReport, evaluate_sae
+from forge_interp.sae.splice import FeatureReport, Spliced, evaluate_sae, spliced
 from forge_interp.sae.training import SAETraining, train_sae
 
 __all__ = [

@@ -1,7 +1,6 @@
 """Which features are active, and what does training add to the loss so that they are few?
 
-One entry of `ACTIVATIONS` for each architecture. Parameters and formulas are those of SAELens 6
-(sae_lens/saes/*.py). Letters: R rows, D input dim, F features.
+Parameters and formulas are those of SAELens 6 (sae_lens/saes/*.py). Letters: R rows, D input dim, F features.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Penalty:
     auxiliary: float = 1.0  # of the loss of dead features that explain the error (topk, batch_topk)
 
 
-class Relu:
+class _Relu:
     """Bricken et al. 2023: relu, and an L1 penalty weighed by the norms of decoder rows."""
 
     initial = {"b_enc": 0.0}
@@ -52,16 +51,14 @@ class Relu:
         return penalty.coefficient * (batch.acts * sae.W_dec.norm(dim=1)).sum(-1)
 
 
-class TopK(Relu):
+class _TopK(_Relu):
     """Gao et al. 2024, arXiv:2406.04093: the k largest of a row; dead features explain what is left."""
 
     def pre(self, sae: SparseAutoencoder, linear: Tensor) -> Tensor:
-        """[..., F], where asked for as if decoder rows had norm 1."""
         pre = linear + sae.b_enc
         return pre * sae.W_dec.norm(dim=-1) if sae.config.rescale_acts_by_decoder_norm else pre
 
     def infer(self, sae: SparseAutoencoder, pre: Tensor) -> Tensor:
-        """[..., F]."""
         top = pre.topk(int(sae.config.k or 0), dim=-1, sorted=False)
         return torch.zeros_like(pre).scatter(-1, top.indices, top.values.relu())
 
@@ -77,7 +74,7 @@ class TopK(Relu):
         return penalty.auxiliary * min(num_dead / most, 1.0) * (made - error).square().sum(-1)
 
 
-class BatchTopK(TopK):
+class _BatchTopK(_TopK):
     """Bussmann et al. 2024, arXiv:2412.06410: the k R largest of a batch; of single rows a threshold."""
 
     def infer(self, sae: SparseAutoencoder, pre: Tensor) -> Tensor:
@@ -85,7 +82,6 @@ class BatchTopK(TopK):
         return pre.relu() * (pre > sae.topk_threshold.to(pre.dtype))
 
     def train(self, sae: SparseAutoencoder, pre: Tensor, penalty: Penalty, reduce: Reduce) -> Tensor:
-        """[R, F], the k R largest of the batch of all ranks."""
         acts = pre.relu()
         flat = acts.detach().flatten()
         count = int((sae.config.k or 0) * len(reduce(flat.new_zeros(len(acts)))))
@@ -97,13 +93,12 @@ class BatchTopK(TopK):
         return acts
 
 
-class JumpRelu(Relu):
+class _JumpRelu(_Relu):
     """Rajamanoharan et al. 2024, arXiv:2407.14435: a threshold for each feature, and an L0 penalty."""
 
     initial = {"b_enc": 0.0, "threshold": 0.01}
 
     def infer(self, sae: SparseAutoencoder, pre: Tensor) -> Tensor:
-        """[..., F]."""
         return pre.relu() * (pre > sae.threshold)
 
     def train(self, sae: SparseAutoencoder, pre: Tensor, penalty: Penalty, reduce: Reduce) -> Tensor:
@@ -120,17 +115,15 @@ class JumpRelu(Relu):
         return loss
 
 
-class Gated(Relu):
+class _Gated(_Relu):
     """Rajamanoharan et al. 2024, arXiv:2404.16014: which features are active, and how much, apart."""
 
     initial = {"b_gate": 0.0, "b_mag": 0.0, "r_mag": 0.0}
 
     def pre(self, sae: SparseAutoencoder, linear: Tensor) -> Tensor:
-        """[..., F] without a bias: gate and magnitude add their own."""
         return linear
 
     def infer(self, sae: SparseAutoencoder, pre: Tensor) -> Tensor:
-        """[..., F], eq. 4 to 7."""
         return (pre + sae.b_gate > 0) * (pre * sae.r_mag.exp() + sae.b_mag).relu()
 
     def losses(self, sae: SparseAutoencoder, batch: Batch, penalty: Penalty) -> Tensor:
@@ -140,9 +133,9 @@ class Gated(Relu):
         return penalty.coefficient * (gate * sae.W_dec.norm(dim=1)).sum(-1) + error
 
 
-ACTIVATIONS: dict[str, Relu] = {
-    "relu": Relu(), "topk": TopK(), "batch_topk": BatchTopK(), "jumprelu": JumpRelu(), "gated": Gated(),
-}  # fmt: skip
+ACTIVATIONS: dict[str, _Relu] = dict(
+    relu=_Relu(), topk=_TopK(), batch_topk=_BatchTopK(), jumprelu=_JumpRelu(), gated=_Gated()
+)
 
 
 @dataclass(frozen=True)

@@ -38,26 +38,18 @@ class SAEConfig:
     def __post_init__(self) -> None:
         """Look at all fields."""
         is_topk, is_transcoder = self.activation in ("topk", "batch_topk"), self.d_out is not None
-        k_fits = 1 <= (self.k or 0) <= self.d_sae and (
-            self.activation != "topk" or self.k == int(self.k or 0)
-        )
+        is_whole = self.activation != "topk" or self.k == int(self.k or 0)
+        k_fits = is_whole and 1 <= (self.k or 0) <= self.d_sae if is_topk else self.k is None
+        rescale, takes_b_dec = "rescale_acts_by_decoder_norm", "apply_b_dec_to_input"
+        k_expected = f"1 to d_sae={self.d_sae}, of topk a whole number" if is_topk else "None: no topk"
         rules = [
             (min(self.d_in, self.d_sae, self.d_out or 1) >= 1, "d_sae", "sizes of at least 1"),
             (self.activation in ACTIVATIONS, "activation", f"one of {', '.join(ACTIVATIONS)}"),
-            (k_fits or not is_topk, "k", f"1 to d_sae={self.d_sae}, of topk a whole number"),
-            (is_topk or self.k is None, "k", f"None: {self.activation} has no k"),
+            (k_fits, "k", k_expected),
             (is_transcoder or not self.skip, "skip", "False but for a transcoder: give d_out"),
-            (
-                not (is_transcoder and self.apply_b_dec_to_input),
-                "apply_b_dec_to_input",
-                "False: d_out is given",
-            ),
+            (not (is_transcoder and self.apply_b_dec_to_input), takes_b_dec, "False: d_out is given"),
             (self.normalize_activations in NORMALIZATIONS, "normalize_activations", f"of {NORMALIZATIONS}"),
-            (
-                is_topk or not self.rescale_acts_by_decoder_norm,
-                "rescale_acts_by_decoder_norm",
-                "False: no topk",
-            ),
+            (is_topk or not self.rescale_acts_by_decoder_norm, rescale, "False: no topk"),
             (self.reshape_activations in ("none", "hook_z"), "reshape_activations", "none or hook_z"),
         ]
         if wrong := [f"{name} is {getattr(self, name)!r}; expected {x}" for ok, name, x in rules if not ok]:
@@ -93,8 +85,7 @@ class SparseAutoencoder(nn.Module):
         self.config = config
         self.activation = ACTIVATIONS[config.activation]
         d_out, generator = config.d_out or config.d_in, torch.Generator().manual_seed(seed)
-        decoder = torch.empty(config.d_sae, d_out)
-        nn.init.kaiming_uniform_(decoder, generator=generator)
+        decoder = nn.init.kaiming_uniform_(torch.empty(config.d_sae, d_out), generator=generator)
         decoder *= 0.1 / decoder.norm(dim=-1, keepdim=True)
         encoder = decoder.T.contiguous()
         if config.d_out is not None:
@@ -117,18 +108,17 @@ class SparseAutoencoder(nn.Module):
         `x`, the input, is needed where it was normalised by its own size, or goes past the features (`skip`);
         InterpError without.
         """
+        config = self.config
         made = self.unscaled(features) @ self.W_dec + self.b_dec
-        how, is_transcoder = self.config.normalize_activations, self.config.d_out is not None
-        needs_x = self.config.skip or (how in NORMALIZATIONS[2:] and not is_transcoder)
-        needs_x |= self.config.reshape_activations == "hook_z"
-        if not needs_x:
+        is_rescaled = config.d_out is None and config.normalize_activations in NORMALIZATIONS[2:]
+        if not (config.skip or is_rescaled or config.reshape_activations == "hook_z"):
             return made
         if x is None:
             raise InterpError("decode() of this autoencoder needs its input; expected decode(features, x)")
         flat = self._flat(x)
-        if self.config.skip:
+        if config.skip:
             return made + flat @ self.W_skip.T
-        if not is_transcoder:
+        if is_rescaled:
             scale, shift = self._normalization(flat, for_output=True)
             made = made / scale + shift
         return made.unflatten(-1, x.shape[-2:]) if flat.shape != x.shape else made

@@ -34,38 +34,26 @@ _ARCHITECTURES = {  # of SAELens: activation, is a transcoder, has a skip connec
     "jumprelu_transcoder": ("jumprelu", True, False),
     "jumprelu_skip_transcoder": ("jumprelu", True, True),
 }
-_OLD_NAMES: dict[str, str] = {
-    "hook_point": "hook_name",
-    "hook_point_head_index": "hook_head_index",
-    "activation_fn_str": "activation_fn",
-}
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_METADATA = _words(  # says where an autoencoder comes from
-    "model_name hook_name hook_layer model_class_name hook_head_index prepend_bos "
-    "model_from_pretrained_kwargs exclude_special_tokens neuronpedia_id context_size seqpos_slice "
-    "dataset_path dataset_trust_remote_code sae_lens_version sae_lens_training_version hook_name_out "
-    "hook_layer_out hook_head_index_out hf_hook_name hf_hook_name_out"
-)
-_TRAINING = _words(  # changes no output of a trained one
-    "dtype device normalize_activations decoder_init_norm l1_coefficient lp_norm l1_warm_up_steps "
-    "target_l0 use_sparse_activations aux_loss_coefficient topk_threshold_lr jumprelu_init_threshold "
-    "jumprelu_bandwidth jumprelu_sparsity_loss_mode jumprelu_tanh_scale jumprelu_ste_to_input "
-    "l0_coefficient l0_warm_up_steps pre_act_loss_coefficient"
-)
-_LLAMA_SCOPE = _words(  # used, or changes no output
-    "d_model d_sae dataset_average_activation_norm jump_relu_threshold hook_point_in hook_point_out "
-    "device dtype seed expansion_factor exp_name exp_series strict_loading use_decoder_bias "
-    "decoder_exactly_fixed_norm lp init_decoder_norm top_k init_encoder_norm "
-    "init_encoder_with_decoder_transpose k_warmup_steps model_name l1_coefficient "
-    "l1_coefficient_warmup_steps use_ghost_grads use_batch_norm_mse tp_size ddp_size "
-    "remove_gradient_parallel_to_decoder_directions sparsity_include_decoder_norm "
-    "sae_pretrained_name_or_path use_triton_kernel sparsity_threshold_for_triton_spmm_kernel"
-)
+_Read = tuple[SAEConfig, dict[str, Tensor], float]  # and the factor that the input is multiplied with
+_OLD_NAMES = {"hook_point": "hook_name", "hook_point_head_index": "hook_head_index"}
+_OLD_NAMES |= {"activation_fn_str": "activation_fn"}
+# Keys of configurations: those that say where an autoencoder comes from,
+_METADATA = """model_name hook_name hook_layer model_class_name hook_head_index prepend_bos context_size
+    exclude_special_tokens model_from_pretrained_kwargs neuronpedia_id seqpos_slice dataset_path hook_name_out
+    dataset_trust_remote_code sae_lens_version sae_lens_training_version hook_layer_out hook_head_index_out
+    hf_hook_name hf_hook_name_out"""
+# those that change no output of a trained one,
+_TRAINING = """dtype device normalize_activations decoder_init_norm l1_coefficient lp_norm l1_warm_up_steps
+    target_l0 use_sparse_activations aux_loss_coefficient topk_threshold_lr jumprelu_init_threshold
+    jumprelu_bandwidth jumprelu_sparsity_loss_mode jumprelu_tanh_scale jumprelu_ste_to_input l0_coefficient
+    l0_warm_up_steps pre_act_loss_coefficient"""
+# and those of Llama Scope that are used, or change no output.
+_LLAMA_SCOPE = """d_model d_sae dataset_average_activation_norm jump_relu_threshold hook_point_in device dtype
+    hook_point_out seed expansion_factor exp_name exp_series strict_loading use_decoder_bias lp top_k
+    init_decoder_norm decoder_exactly_fixed_norm init_encoder_norm init_encoder_with_decoder_transpose
+    k_warmup_steps model_name l1_coefficient l1_coefficient_warmup_steps use_ghost_grads use_batch_norm_mse
+    tp_size ddp_size remove_gradient_parallel_to_decoder_directions sparsity_include_decoder_norm
+    use_triton_kernel sae_pretrained_name_or_path sparsity_threshold_for_triton_spmm_kernel"""
 
 
 def load_sae(
@@ -86,12 +74,11 @@ def load_sae(
         dtype: of the weights; default that of the file.
         device: where to put them.
 
-    Raises:
-        InterpError: the folder is none of these; a key of its configuration is unknown, or stands for what
-            is not computed here; weights are missing, too many, or of other shapes.
+    InterpError: the folder is none of these; a key of its configuration is unknown, or stands for what is not
+    computed here; weights are missing, too many, or of other shapes.
     """
     folder = Path(folder)
-    readers: dict[str, Callable[[], tuple[SAEConfig, dict[str, Tensor], float]]] = {
+    readers: dict[str, Callable[[], _Read]] = {
         CONFIG: lambda: _sae_lens(folder, norm_factor),
         GEMMA_SCOPE: lambda: _gemma_scope(folder, transcoder),
         LLAMA_SCOPE: lambda: _llama_scope(folder),
@@ -120,7 +107,7 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
     folder, config = Path(folder), sae.config
     architecture = architecture_of(config)
     state = {name: value.detach().cpu() for name, value in sae.state_dict().items()}
-    name, is_transcoder = config.activation, config.d_out is not None
+    name = config.activation
     if name == "batch_topk":
         norms = sae.W_dec.detach().cpu().norm(dim=-1).clamp_min(1e-8)
         if config.rescale_acts_by_decoder_norm:
@@ -128,16 +115,11 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
             state["W_dec"] = state["W_dec"] / norms[:, None]
         state["threshold"] = torch.full_like(state["b_enc"], state.pop("topk_threshold").item())
         name = "jumprelu"
-    names = ["d_in", "d_sae", "apply_b_dec_to_input", "normalize_activations", "reshape_activations"]
-    names += ["d_out"] if is_transcoder else []
-    names += ["k", "rescale_acts_by_decoder_norm"] if name == "topk" else []
-    data: dict[str, Any] = {key: getattr(config, key) for key in names} | {
-        "architecture": architecture,
-        "device": "cpu",
-    }
+    names = ["normalize_activations", *_keys_of(name, config.d_out is not None)]
+    data: dict[str, Any] = {key: getattr(config, key) for key in names}
+    data |= {"architecture": architecture, "device": "cpu", "dtype": dtype_name(sae.W_enc.dtype)}
     data |= {"k": int(config.k or 0)} if name == "topk" else {}  # which torch.topk takes of no other type
-    metadata = {"sae_lens_version": "6.0.0", **config.metadata}
-    data |= {"dtype": dtype_name(sae.W_enc.dtype), "metadata": metadata}
+    data |= {"metadata": {"sae_lens_version": "6.0.0", **config.metadata}}
     folder.mkdir(parents=True, exist_ok=True)
     written = save({key: value.contiguous() for key, value in state.items()})
     for file_name, content in ((WEIGHTS, written), (CONFIG, dump(data).encode())):
@@ -157,12 +139,19 @@ def architecture_of(config: SAEConfig) -> str:
     )
 
 
-def _sae_lens(folder: Path, norm_factor: float | None) -> tuple[SAEConfig, dict[str, Tensor], float]:
+def _keys_of(activation: str, is_transcoder: bool) -> list[str]:
+    """Fields of a configuration of SAELens that are fields of ours."""
+    names = ["d_in", "d_sae", "apply_b_dec_to_input", "reshape_activations"]
+    names += ["d_out"] if is_transcoder else []
+    return names + (["k", "rescale_acts_by_decoder_norm"] if activation in ("topk", "batch_topk") else [])
+
+
+def _sae_lens(folder: Path, norm_factor: float | None) -> _Read:
     data: dict[str, Any] = json.loads((folder / CONFIG).read_text())
     metadata = data.pop("metadata", None) or {}
     version = str(data.get("sae_lens_version") or metadata.get("sae_lens_version") or "")
     data = {_OLD_NAMES.get(key, key): value for key, value in data.items()}
-    metadata = {key: data.pop(key) for key in sorted(_METADATA & data.keys())} | metadata
+    metadata = {key: data.pop(key) for key in sorted(data.keys() & _METADATA.split())} | metadata
     if not version[:1].isdigit() or int(version.split(".")[0]) < 6:
         _update_old(data, metadata)
     architecture = data.pop("architecture", None)
@@ -180,12 +169,9 @@ def _sae_lens(folder: Path, norm_factor: float | None) -> tuple[SAEConfig, dict[
             )
         how, scale = "none", norm_factor
     values: dict[str, Any] = {"normalize_activations": how, "activation": activation, "skip": skip}
-    is_topk = activation in ("topk", "batch_topk")
-    names = {"d_in", "d_sae", "apply_b_dec_to_input", "reshape_activations"}
-    names |= {"d_out"} if is_transcoder else set()
-    names |= {"k", "rescale_acts_by_decoder_norm"} if is_topk else set()
+    names = _keys_of(activation, is_transcoder)
     values |= {name: data[name] for name in names if name in data}
-    _check_keys(folder / CONFIG, data, names | _TRAINING)
+    _check_keys(folder / CONFIG, data, [*names, *_TRAINING.split()])
     weights = dict(load_file(folder / WEIGHTS))
     if bool((weights.pop("scaling_factor", torch.ones(1)) != 1).any()):
         raise InterpError(f"{folder} has a scaling_factor that is not 1; expected none: fold it into W_dec")
@@ -212,7 +198,7 @@ def _update_old(data: dict[str, Any], metadata: Mapping[str, Any]) -> None:
     data["normalize_activations"] = names.get(how, how)
 
 
-def _gemma_scope(folder: Path, transcoder: bool) -> tuple[SAEConfig, dict[str, Tensor], float]:
+def _gemma_scope(folder: Path, transcoder: bool) -> _Read:
     with np.load(folder / GEMMA_SCOPE, allow_pickle=False) as file:
         names = {name: name.replace("w_", "W_") for name in file.files}
         weights = {names[name]: torch.from_numpy(file[name]).float() for name in names}
@@ -221,12 +207,12 @@ def _gemma_scope(folder: Path, transcoder: bool) -> tuple[SAEConfig, dict[str, T
     return SAEConfig(d_in, d_sae, "jumprelu", d_out, apply_b_dec_to_input=False), weights, 1.0
 
 
-def _llama_scope(folder: Path) -> tuple[SAEConfig, dict[str, Tensor], float]:
+def _llama_scope(folder: Path) -> _Read:
     path = folder / LLAMA_SCOPE
     data = json.loads(path.read_text())
     meant = {"act_fn": "jumprelu", "norm_activation": "dataset-wise"}
     meant |= dict.fromkeys(("use_glu_encoder", "apply_decoder_bias_to_pre_encoder"), False)
-    _check_keys(path, data, meant.keys() | _LLAMA_SCOPE)
+    _check_keys(path, data, [*meant, *_LLAMA_SCOPE.split()])
     wrong = [f"{key} is {data[key]!r}, expected {x!r}" for key, x in meant.items() if data.get(key, x) != x]
     if wrong:
         raise InterpError(f"{path}: {'; '.join(wrong)}: other values are not read")

@@ -8,7 +8,7 @@ anywhere without reading what was before, and processes can share the work of on
 from __future__ import annotations
 
 import zlib
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,28 +23,14 @@ from forge_interp.extraction.store import ActivationStore
 from forge_interp.hooks.sites import key_of
 
 
-class Rows(Protocol):
-    """Inputs and targets [rows, D] of an autoencoder, by window."""
-
-    windows: int  # in an epoch
-
-    def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        """Its share of the rows of window `number`; all shares in order are the window."""
-        ...
-
-    def identity(self) -> dict[str, Any]:
-        """What determines the rows, to be compared when a run goes on."""
-        ...
-
-
 def generator(*seeds: int) -> torch.Generator:
     """A generator for these numbers."""
     state = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state))
 
 
-class _Windows:
-    """Windows of units, in an order of their own in each epoch; a share of one are some of its units."""
+class Rows:
+    """Inputs and targets [rows, D] of an autoencoder, in `windows` of units, by epoch in another order."""
 
     def __init__(self, sites: list[str], unit: int, per_window: int, rows: int, seed: int) -> None:
         if not rows >= 1 or not 1 <= unit <= per_window:
@@ -52,28 +38,29 @@ class _Windows:
                 f"{rows} rows or samples, windows of {per_window} in units of {unit}; expected at least one, "
                 "and windows of at least one unit"
             )
-        self._sites, self._unit, self._seed = sites, unit, seed
+        self._sites, self._unit, self._rows, self._seed = sites, unit, rows, seed
         self._per_window, self._total = per_window // unit, -(-rows // unit)
         self.windows = -(-self._total // self._per_window)
 
     def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        """See `Rows`."""
+        """This rank's share of the rows of window `number`; all shares in order are the window."""
         order = torch.randperm(self._total, generator=generator(self._seed, number // self.windows)).tolist()
         start = number % self.windows * self._per_window
-        mine = order[start : start + self._per_window]
-        made = self._read(mine[len(mine) * rank // size : len(mine) * (rank + 1) // size])
+        units = order[start : start + self._per_window]
+        mine = units[len(units) * rank // size : len(units) * (rank + 1) // size]
+        made = self._read([range(self._rows)[unit * self._unit :][: self._unit] for unit in mine])
         return made[0], made[-1]
 
     def identity(self) -> dict[str, Any]:
-        """See `Rows`."""
+        """What determines the rows, to be compared when a run goes on."""
         return {"sites": self._sites, "window": [self._per_window, self._unit, self._total, self._seed]}
 
-    def _read(self, units: list[int]) -> list[Tensor]:
+    def _read(self, units: list[range]) -> list[Tensor]:
         """The rows of units at each site."""
         raise NotImplementedError
 
 
-class StoreRows(_Windows):
+class StoreRows(Rows):
     """Rows of an `ActivationStore`: `site`, and for a transcoder `target`.
 
     `window_rows` are in memory at a time, read in blocks of `block_rows` neighbours. InterpError where there
@@ -100,13 +87,12 @@ class StoreRows(_Windows):
         index = dump({k: v for k, v in self._store.metadata.items() if k != "parts"})
         return super().identity() | {"rows": self._store.rows, "store": zlib.crc32(index.encode())}
 
-    def _read(self, units: list[int]) -> list[Tensor]:
-        read, size = self._store.read, self._unit
-        cuts = [(0, 0), *((unit * size, (unit + 1) * size) for unit in units)]
-        return [torch.cat([read(site, *cut) for cut in cuts]).flatten(1) for site in self._sites]
+    def _read(self, units: list[range]) -> list[Tensor]:
+        cuts = [(0, 0), *((unit.start, unit.stop) for unit in units)]
+        return [torch.cat([self._store.read(site, *cut) for cut in cuts]).flatten(1) for site in self._sites]
 
 
-class ModelRows(_Windows):
+class ModelRows(Rows):
     """Rows that a model computes as they are needed, of the valid tokens of a sequence of samples.
 
     `options` are those of `extract_representations`, which computes the rows (`tokens`, `mask`, `pad_id`,
@@ -128,9 +114,8 @@ class ModelRows(_Windows):
         check_kind("model", model, nn.Module, "an nn.Module")
         if not hasattr(dataset, "__getitem__") or isinstance(dataset, dict):
             raise InterpError(f"the dataset is a {type(dataset).__name__}; expected a sequence of samples")
-        super().__init__(
-            [*dict.fromkeys([site, target or site])], batch_size, samples_per_window, len(dataset), seed
-        )
+        sites = list(dict.fromkeys([site, target or site]))
+        super().__init__(sites, batch_size, samples_per_window, len(dataset), seed)
         names = Names(options.get("tokens", "input_ids"), options.get("mask", "attention_mask"))
         self._model, self._dataset, self._options = model, dataset, options
         self._fingerprint = open_dataset(dataset, batch_size, names).fingerprint()
@@ -141,11 +126,10 @@ class ModelRows(_Windows):
         data = {"dataset": self._fingerprint, "model": model_identity(self._model), "options": options}
         return super().identity() | data
 
-    def _read(self, units: list[int]) -> list[Tensor]:
-        every, size = range(len(self._dataset)), self._unit
-        samples = [self._dataset[i] for unit in units for i in every[unit * size : (unit + 1) * size]]
+    def _read(self, units: list[range]) -> list[Tensor]:
+        samples = [self._dataset[i] for unit in units for i in unit]
         if not samples:
             return [torch.empty(0, 0)]
-        given = {"batch_size": size, "rank": 0, "world_size": 1, "progress": False, **self._options}
+        given = {"batch_size": self._unit, "rank": 0, "world_size": 1, "progress": False, **self._options}
         store = extract_representations(self._model, samples, self._sites, **given)
         return [rows.flatten(1) for rows in store.values()]

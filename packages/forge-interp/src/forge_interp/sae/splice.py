@@ -1,18 +1,24 @@
-"""What does a model do when a site is put together from features?"""
+"""What does a model do when a site is put together from features, and what does it lose?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from forge_interp.errors import InterpError
-from forge_interp.hooks.edit import Edit, edit
+from forge_interp.hooks.edit import Edit, edit, patch
 from forge_interp.hooks.sites import Site, find_sites
+from forge_interp.model_inputs import Inputs, call_model, output_logits
 from forge_interp.sae.autoencoder import SparseAutoencoder
+
+Loss = Callable[[Any, Inputs], Tensor]
+"""(what the model returned, its inputs) -> the mean loss of the batch."""
 
 
 class Spliced:
@@ -75,21 +81,133 @@ def spliced(
     def decode(value: Tensor) -> Tensor:
         nonlocal given
         if given is None:
-            raise InterpError(
-                f"{target!r} is reached before {site!r}; expected the input of a transcoder first"
-            )
+            text = f"{target!r} is reached before {site!r}; expected the input of a transcoder first"
+            raise InterpError(text)
         acts = seen.features
         changed = acts if features is None else features(acts)
         made = sae.decode(changed, given)
         if made.shape != value.shape:
-            raise InterpError(
-                f"made {list(made.shape)} for a value {list(value.shape)}; expected the same shape"
-            )
+            text = f"made {list(made.shape)} for a value {list(value.shape)}; expected the same shape"
+            raise InterpError(text)
         with torch.no_grad():
             plain = made.detach() if changed is acts else sae.decode(acts, given)
             seen.value, seen.error, given = value.detach(), value.detach() - plain, None
         return (value.detach() + (made - plain) if error else made).to(value.dtype)
 
-    edits: dict[str, Edit] = {site: encode, target: decode} if target is not None else {}
-    with edit(model, edits or {site: lambda value: decode(encode(value))}):
+    within = {site: lambda value: decode(encode(value))}
+    with edit(model, within if target is None else {site: encode, target: decode}):
         yield seen
+
+
+@dataclass(frozen=True)
+class FeatureReport:
+    """What `evaluate_sae` found, over all valid rows x of the site and their reconstructions x'."""
+
+    rows: int
+    l0: float  # active features of a row, on average
+    explained_variance: float  # 1 - sum |x - x'|^2 / sum |x - mean x|^2; nan of one row
+    normalized_mse: float  # sum |x - x'|^2 / sum |x|^2
+    dead: int  # features that were active in no row
+    density: Tensor  # [F], the part of rows in which each is active
+    mean_active: Tensor  # [F], the mean over these, 0 where there is none
+    largest: Tensor  # [F]
+    loss: float  # of the model as it is, the mean over batches
+    loss_spliced: float  # with x' in place of x
+    loss_zero: float  # with 0 in place of x
+    loss_recovered: float  # (loss_zero - loss_spliced) / (loss_zero - loss): 1 is as good as x
+
+    def __repr__(self) -> str:
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        return "\n".join(f"{name.ljust(18)}  {value:.4g}" for name, value in numbers.items())
+
+
+@torch.no_grad()
+def evaluate_sae(
+    model: nn.Module,
+    batches: Iterable[Inputs],
+    site: str,
+    sae: SparseAutoencoder,
+    *,
+    target: str | None = None,
+    loss: Loss | None = None,
+    mask: str = "attention_mask",
+) -> FeatureReport:
+    """Run a model on batches with and without an autoencoder: three passes for each batch.
+
+    `batches` are inputs of one forward pass each; `site` is what `sae` reconstructs, of a transcoder its
+    input (`target` the site that it makes). `loss` is by default the cross-entropy in nats of the next token,
+    of the inputs or their "input_ids", where neither it nor the one before is padding; `mask` is the entry of
+    the inputs [B, T] that is 0 at padding, which does not count. Call `model.eval()` before.
+
+    InterpError where there are no batches, or where the default loss finds no ids.
+    """
+    loss = loss or (lambda output, inputs: next_token_loss(output, inputs, mask))
+    sums, losses = dict[str, Tensor](), []
+    for inputs in batches:
+        with spliced(model, site, sae, target=target) as seen:
+            plain = loss(call_model(model, inputs), inputs)
+        new = _sums_of(seen, inputs.get(mask) if isinstance(inputs, Mapping) else None)
+        if sums:
+            new |= {name: new[name] + x for name, x in sums.items() if name != "largest"}
+            new["largest"] = torch.maximum(new["largest"], sums["largest"])
+        sums = new
+        with spliced(model, site, sae, target=target, error=False):
+            reconstructed = loss(call_model(model, inputs), inputs)
+        with edit(model, {target or site: patch(0.0)}):
+            zero = loss(call_model(model, inputs), inputs)
+        losses.append([each.item() for each in (plain, reconstructed, zero)])
+    if not losses:
+        raise InterpError("there are no batches; expected inputs of at least one forward pass")
+    return _report(sums, *np.mean(losses, axis=0).tolist())
+
+
+def next_token_loss(output: Any, inputs: Inputs, mask: str = "attention_mask") -> Tensor:
+    """The mean cross-entropy of the next token [nats]; InterpError where the ids are not found."""
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+    logits = output_logits(output)
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.shape != logits.shape[:-1]:
+        raise InterpError(
+            "the loss of the next token needs ids [B, T] and logits [B, T, V]; expected inputs that are ids, "
+            "or have 'input_ids': give loss=lambda output, inputs: ..."
+        )
+    targets = ids[:, 1:].clone()
+    keep = inputs.get(mask) if isinstance(inputs, Mapping) else None
+    if isinstance(keep, Tensor):
+        targets[(keep[:, 1:] == 0) | (keep[:, :-1] == 0)] = -100
+    logits = logits[:, :-1].flatten(0, 1).to(torch.promote_types(torch.float32, logits.dtype))
+    return nn.functional.cross_entropy(logits, targets.flatten())
+
+
+def _sums_of(seen: Spliced, keep: Any) -> dict[str, Tensor]:
+    """Sums over the valid rows of a batch, float64; InterpError where a mask is not of these rows."""
+    acts, value, error = (t.flatten(0, -2).double() for t in (seen.features, seen.value, seen.error))
+    if isinstance(keep, Tensor):
+        if keep.shape != seen.features.shape[:-1]:
+            raise InterpError(f"the mask is {list(keep.shape)}; expected {list(seen.features.shape[:-1])}")
+        chosen = keep.to(acts.device).flatten() != 0
+        acts, value, error = acts[chosen], value[chosen], error[chosen]
+    none = acts.new_full((1, acts.shape[1]), -torch.inf)
+    found = {"rows": acts.new_tensor(len(acts)), "active": (acts > 0).sum(0), "acts": acts.sum(0)}
+    found |= {"value": value.sum(0), "power": value.square().sum(), "error": error.square().sum()}
+    return found | {"largest": torch.cat([none, acts]).amax(0)}
+
+
+def _report(sums: Mapping[str, Tensor], loss: float, loss_spliced: float, loss_zero: float) -> FeatureReport:
+    """The report of sums over all batches."""
+    rows, active, gap = sums["rows"].clamp_min(1), sums["active"], loss_zero - loss
+    spread = (sums["power"] - sums["value"].square().sum() / rows).item()
+    varies = spread > 1e-12 * sums["power"].item()
+    return FeatureReport(
+        rows=int(sums["rows"]),
+        l0=(active.sum() / rows).item(),
+        explained_variance=1 - sums["error"].item() / spread if varies else float("nan"),
+        normalized_mse=(sums["error"] / sums["power"]).item(),
+        dead=int((active == 0).sum()),
+        density=(active / rows).cpu(),
+        mean_active=(sums["acts"] / active.clamp_min(1)).cpu(),
+        largest=sums["largest"].cpu(),
+        loss=loss,
+        loss_spliced=loss_spliced,
+        loss_zero=loss_zero,
+        loss_recovered=(loss_zero - loss_spliced) / gap if gap else float("nan"),
+    )

@@ -9,8 +9,8 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,16 +84,10 @@ def train_sae(
     With torch.distributed every rank calls it: each takes its rows of every batch, gradients are added, and
     the result is that of one process but for rounding. Collective.
 
-    Args:
-        config: what to train; `normalize_activations` "none" (see `scale_input`).
-        rows: `StoreRows` or `ModelRows`, of which one window is in memory at a time. Rows of a window that
-            make no whole batch are left out, also all of a window that is smaller.
-        training: how.
-        out: a folder for the state, `metrics.jsonl` and in the end the autoencoder (format of SAELens, see
-            `load_sae`). The same call goes on from there, with the same bits on the same machine. None:
-            nothing is written.
-        device: where to train.
-        progress: draw a bar on a terminal.
+    `config` has `normalize_activations` "none" (see `scale_input`). Of `rows` (`StoreRows`, `ModelRows`) one
+    window is in memory at a time; rows that make no whole batch of a window are left out. `out` is a folder
+    for the state, `metrics.jsonl` and in the end the autoencoder (format of SAELens, see `load_sae`): the
+    same call goes on from there, with the same bits on the same machine. None: nothing is written.
 
     InterpError: `out` belongs to another training, with the differences; no window has a whole batch; rows or
     weights are not finite; the autoencoder has no format to be saved in.
@@ -108,41 +102,38 @@ def train_sae(
         architecture_of(config)  # before the work is done
     run = _Run(config, rows, training, torch.device(device or "cpu"))
     folder = None if out is None else Path(out)
-    with _locked(folder if run.rank == 0 else None):
+    written = folder if run.rank == 0 else None  # by one rank
+    with nullcontext() if written is None else _locked(written):
         if folder is not None:
             run.resume(folder)
         steps = range(run.step, training.steps)
         for step in with_progress(steps, len(steps), "sae", progress and run.rank == 0):
             metrics = run.one_step()
-            if folder is not None and run.rank == 0:
-                run.log(folder, metrics)
-                if (step + 1) % training.save_every == 0 or step + 1 == training.steps:
-                    run.save(folder)
+            if written is not None and metrics:
+                with (written / METRICS).open("a") as file:
+                    file.write(dump(metrics) + "\n")
+            if written is not None and (not (step + 1) % training.save_every or step + 1 == training.steps):
+                run.save(written)
         run.sae.fold_scale(run.scale or 1.0)
-        if folder is not None and run.rank == 0:
-            save_sae(run.sae, folder)
+        if written is not None:
+            save_sae(run.sae, written)
     if run.size > 1:
         dist.barrier()
     return run.sae
 
 
 @contextmanager
-def _locked(folder: Path | None) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Hold a folder in the `with`; InterpError where another training is writing to it."""
-    if folder is None:
-        yield
-        return
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InterpError(
-                f"another training writes to {folder}; expected one: wait, or give another out"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = f"another training writes to {folder}; expected one: wait, or give another out"
+                raise InterpError(text) from None
         yield
     finally:
         os.close(handle)
@@ -175,7 +166,8 @@ class _Run:
         training, sae = self.training, self.sae
         x, y = self._next_batch()
         mine = slice(self.rank, None, self.size)
-        lr = training.lr * _lr_factor(training, self.step)
+        rise = (self.step + 1) / training.lr_warmup_steps if training.lr_warmup_steps else 1.0
+        lr = training.lr * min(1.0, rise, (training.steps - self.step) / (training.lr_decay_steps + 1))
         warm = min(1.0, (self.step + 1) / max(1, training.sparsity_warmup_steps))
         penalty = replace(training.penalty, coefficient=training.penalty.coefficient * warm)
         dead = self.idle > training.dead_after_steps
@@ -183,22 +175,20 @@ class _Run:
         errors = (batch.output - batch.target).square().sum(-1)
         loss = (errors + sae.activation.losses(sae, batch, penalty)).sum() / len(x)
         self._update(loss, lr)
-        fired = (batch.acts.detach() > 0).any(0).to(torch.int64)
-        self.idle.add_(1).mul_(1 - self._reduce(fired, dist.ReduceOp.MAX))
+        is_active = batch.acts.detach() > 0
+        self.idle.add_(1).mul_(1 - self._reduce(is_active.any(0).long(), dist.ReduceOp.MAX))
         self.step += 1
         if self.step % training.log_every and self.step != training.steps:
             return {}
-        sums = [loss.detach(), errors.detach().sum(), (batch.acts.detach() > 0).sum()]
-        total, error, active = self._reduce(torch.stack([s.double() for s in sums])).tolist()
+        sums = torch.stack([each.detach().double() for each in (loss, errors.sum(), is_active.sum())])
+        total, error, active = self._reduce(sums).tolist()
         if not math.isfinite(total):
-            raise InterpError(
-                f"the loss of step {self.step} is {total}; expected a number: rows that are, a lower lr"
-            )
+            text = f"the loss of step {self.step} is {total}; expected a number: rows that are, a lower lr"
+            raise InterpError(text)
         spread = (y - y.mean(0)).square().sum().item()
         found = {"step": self.step, "loss": total, "mse": error / len(x), "l0": active / len(x)}
         found |= {"explained_variance": 1 - error / spread if spread else float("nan")}
-        num_dead = int((self.idle > training.dead_after_steps).sum())
-        return found | {"dead": num_dead, "lr": lr}
+        return found | {"dead": int((self.idle > training.dead_after_steps).sum()), "lr": lr}
 
     def gather(self, values: Tensor) -> Tensor:
         """[n] of each rank, the same number on all -> [ranks n]; rank r's i-th is at r n + i."""
@@ -216,12 +206,6 @@ class _Run:
             found |= {f"adam.{name}.{key}": value for key, value in self.adam.state[p].items()}
         return found
 
-    def log(self, folder: Path, metrics: Mapping[str, float]) -> None:
-        """Add a line to the metrics, if there is something to log."""
-        if metrics:
-            with (folder / METRICS).open("a") as file:
-                file.write(dump(metrics) + "\n")
-
     def save(self, folder: Path) -> None:
         """Write the state, in place of the one before; InterpError if weights are no longer numbers."""
         if not all(bool(p.isfinite().all()) for p in self.sae.parameters()):
@@ -237,20 +221,21 @@ class _Run:
     @torch.no_grad()
     def resume(self, folder: Path) -> None:
         """Go on from the state in a folder, if there is one; InterpError if it is of another training."""
-        path = folder / STATE
-        if not path.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            return _keep_lines(folder / METRICS, 0, self.rank)
-        with safe_open(path, "pt") as file:
-            data = json.loads(file.metadata()["forge_interp"])
-            if found := differences(data["request"], self.request):
-                text = f"{folder} was made by another training ({'; '.join(found)})"
-                raise InterpError(f"{text}; expected the same: give another out")
-            for name, value in self.tensors.items():
-                value.copy_(file.get_tensor(name))
-        for name in _PLACE:
-            setattr(self, name, data[name])
-        return _keep_lines(folder / METRICS, self.step, self.rank)
+        if (folder / STATE).is_file():
+            with safe_open(folder / STATE, "pt") as file:
+                data = json.loads(file.metadata()["forge_interp"])
+                if found := differences(data["request"], self.request):
+                    text = f"{folder} was made by another training ({'; '.join(found)})"
+                    raise InterpError(f"{text}; expected the same: give another out")
+                for name, value in self.tensors.items():
+                    value.copy_(file.get_tensor(name))
+            for name in _PLACE:
+                setattr(self, name, data[name])
+        if self.rank == 0 and (folder / METRICS).is_file():  # what comes after this step is logged again
+            lines = (folder / METRICS).read_text().splitlines()
+            kept = [x for x in lines if x.endswith("}") and json.loads(x)["step"] <= self.step]
+            with replacing(folder / METRICS) as file:
+                file.write("".join(f"{line}\n" for line in kept).encode())
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, ...] of all ranks."""
@@ -269,11 +254,9 @@ class _Run:
 
     def _read_window(self) -> tuple[Tensor, Tensor]:
         """All rows of the present window, shuffled and scaled."""
-        self._held = None
-        x, y = self.rows.share(self.window, self.rank, self.size)
-        is_pair = y is not x
-        x = self._joined(x)
-        y = self._joined(y) if is_pair else x
+        own, other = self.rows.share(self.window, self.rank, self.size)
+        x = self._joined(own)
+        y = x if other is own else self._joined(other)
         if x.shape[1:] != (self.sae.config.d_in,) or y.shape[1:] != self.sae.b_dec.shape:
             raise InterpError(
                 f"rows have {list(x.shape[1:])} and {list(y.shape[1:])} numbers; expected d_in="
@@ -288,16 +271,15 @@ class _Run:
             size = (x.norm(dim=-1).mean() / x.shape[1] ** 0.5).item()
             self.scale = 1 / size if self.training.scale_input and size else 1.0
         order = torch.randperm(len(x), generator=generator(self.training.seed, self.window, 1))
-        x = x[order] * self.scale
-        self._held = x, (y[order] * self.scale if is_pair else x)
+        made = x[order] * self.scale
+        self._held = made, (made if y is x else y[order] * self.scale)
         return self._held
 
     def _joined(self, share: Tensor) -> Tensor:
         """The shares of all ranks, in order, float32."""
-        share = share.float()
+        share, shapes = share.float(), list[Any]([None] * self.size)
         if self.size == 1:
             return share
-        shapes: list[Any] = [None] * self.size
         dist.all_gather_object(shapes, tuple(share.shape))
         padded = torch.zeros(*map(max, zip(*shapes, strict=True)), device=self.device)
         padded[: len(share), : share.shape[1]] = share
@@ -311,18 +293,20 @@ class _Run:
 
     def _update(self, loss: Tensor, lr: float) -> None:
         """One step of Adam with the gradients of all ranks."""
-        sae, is_unit = self.sae, self.training.unit_decoder
-        names, parameters = zip(*sae.named_parameters(), strict=True)
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-        for name, p, gradient in zip(names, parameters, gradients, strict=True):
+        sae, parameters = self.sae, dict(self.sae.named_parameters())
+        gradients = torch.autograd.grad(
+            loss, list(parameters.values()), allow_unused=True, materialize_grads=True
+        )
+        for p, gradient in zip(parameters.values(), gradients, strict=True):
             p.grad = self._reduce(gradient)
-            if name == "W_dec" and is_unit:  # without what would change the norms
-                p.grad = p.grad - (p.grad * p.data).sum(-1, keepdim=True) * p.data
+        rows, along = sae.W_dec.data, sae.W_dec.grad
+        if self.training.unit_decoder and along is not None:  # without what would change the norms
+            sae.W_dec.grad = along - (along * rows).sum(-1, keepdim=True) * rows
         self.adam.param_groups[0]["lr"] = lr
         self.adam.step()
-        if is_unit:
+        if self.training.unit_decoder:
             _normalize(sae)
-        if "threshold" in names:
+        if "threshold" in parameters:
             sae.threshold.data.clamp_(min=0.0)
 
 
@@ -335,22 +319,6 @@ def forward(
     return Batch(x, y, pre, acts, sae.decode(acts, x), dead)
 
 
-def _lr_factor(training: SAETraining, step: int) -> float:
-    rise = (step + 1) / training.lr_warmup_steps if training.lr_warmup_steps else 1.0
-    fall = (training.steps - step) / (training.lr_decay_steps + 1)
-    return min(1.0, rise, fall)
-
-
 @torch.no_grad()
 def _normalize(sae: SparseAutoencoder) -> None:
     sae.W_dec.div_(sae.W_dec.norm(dim=-1, keepdim=True).clamp_min(1e-8))
-
-
-def _keep_lines(path: Path, step: int, rank: int) -> None:
-    """Forget what was logged behind a step: it will be logged again."""
-    if rank or not path.is_file():
-        return
-    lines = path.read_text().splitlines()
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-    with replacing(path) as file:
-        file.write("".join(f"{line}\n" for line in kept).encode())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from forge_interp.attention.call import AttentionCall
+from forge_interp.attention.flex import as_sdpa, flex_result, is_flex
 from forge_interp.attention.lineage import Lineage, product_with_values
 from forge_interp.hooks.engine.taps import Phase, Tap
 from forge_interp.hooks.engine.torch_private import function_modes
@@ -40,6 +41,8 @@ class Interception(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _SDPA or self._lineage.weights(func, args) is not None:
             return self._attend(func, args, kwargs, self._lineage)
+        if is_flex(func, args):
+            return flex_result(self._attend(func, args, kwargs, self._lineage))
         if func is F.multi_head_attention_forward:
             with _exchanged(partial(self._attend, lineage=self._lineage)):
                 return func(*args, **kwargs)
@@ -57,8 +60,8 @@ def not_called(model: nn.Module) -> str:
         advice += ["call nn.MultiheadAttention with need_weights=False, or it computes its own softmax"]
     return (
         "F.scaled_dot_product_attention, where attention is seen, nor a softmax and its product with values"
-        f"{': ' if advice else ''}{'; '.join(advice)}; linear attention, FlexAttention, einsum, and a "
-        "softmax of another shape have no such path: capture the projections of the module"
+        f"{': ' if advice else ''}{'; '.join(advice)}; linear attention, FlexAttention with a score_mod, "
+        "einsum, and a softmax of another shape have no such path: capture the projections of the module"
     )
 
 
@@ -87,6 +90,8 @@ def serve(
         [tap for tap in taps if tap.phase is phase]
         for phase in (Phase.EDIT, Phase.BEFORE_EDITS, Phase.AFTER_EDITS)
     )
+    if is_flex(attention, args):
+        attention, args, kwargs = as_sdpa(attention, args)
     softmax = lineage.weights(attention, args)
     if softmax is None:
         call_of, run = partial(AttentionCall.of, args, kwargs, lineage=lineage), attention

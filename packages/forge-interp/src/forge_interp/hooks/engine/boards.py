@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_interp.attention.flex import FLEX
 from forge_interp.attention.lineage import Lineage
 from forge_interp.errors import InterpError
 from forge_interp.hooks.engine import values
@@ -293,6 +294,9 @@ class _Eagerly:
         """A module is called: refuse it in code that is being compiled."""
         if self._is_compiler_free and (torch.compiler.is_compiling() or is_frame_compiled()):
             raise InterpError(_COMPILED_INSIDE)
+        if self._stance is None and not self._is_compiler_free and FLEX in sys.modules:
+            with _LOCK:  # before it loads the compiler
+                self._stance = torch.compiler.set_stance("force_eager")
 
     @property
     def _is_compiler_free(self) -> bool:

@@ -1,0 +1,58 @@
+"""What does a call of FlexAttention compute, as a call of `F.scaled_dot_product_attention`?
+
+Letters: B sequences, N query heads, T queries, S keys.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from forge_interp.errors import InterpError
+
+FLEX = "torch.nn.attention.flex_attention"
+
+
+class _Unseen:
+    """Stands for the log-sum-exp of scores, by which the model would change weights after the softmax."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InterpError(
+            "the model goes on with the log-sum-exp of FlexAttention, as with sinks, so that its weights are "
+            "not those of softmax(scores); expected none: run it on a CPU, where our own decoder makes all "
+            "scores, or capture the projections of the module"
+        )
+
+
+def is_flex(function: Any, args: Sequence[Any]) -> bool:
+    """Whether a function is FlexAttention whose scores are products and a mask, with nothing between.
+
+    Two names of torch are private; without them FlexAttention is not seen.
+    """
+    module = sys.modules.get(FLEX)
+    flex, plain = (getattr(module, name, module) for name in ("flex_attention_hop", "_identity"))
+    return module is not None and function is flex and args[3] is plain
+
+
+def as_sdpa(
+    flex: Callable[..., Any], args: Sequence[Any]
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...], dict[str, Any]]:
+    """A function of the arguments of `F.scaled_dot_product_attention`, by FlexAttention, and these.
+
+    The mask, [B or 1, N or 1, T, S] bool, is that of the block mask, every place of it asked for.
+    """
+    create_mask = sys.modules[FLEX].create_mask
+    query, key, value, _, blocks, scale, *_ = args
+    rows, heads = blocks[2].shape[:2]  # how many blocks of keys there are, [B or 1, N or 1, blocks]
+    mask = create_mask(blocks[-1], rows, heads, query.shape[2], key.shape[2], device=query.device)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        return flex(query, key, value, *args[3:])[0]
+
+    return attention, (query, key, value), {"attn_mask": mask, "scale": scale, "enable_gqa": True}
+
+
+def flex_result(found: Any) -> Any:
+    """What FlexAttention returns: its own result, or other attention without the sums that belong to it."""
+    return (found, _Unseen(), _Unseen()) if isinstance(found, Tensor) else found
