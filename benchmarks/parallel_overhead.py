@@ -3,7 +3,9 @@
 One process has all cores as threads; each of N ranks has its part of them. `ratio` is the time of the one
 process over that of the ranks, both the medians of turns taken one after the other: 1 would be no overhead.
 `communication` is the share of a step in which one rank is in no operator of torch, as its profiler sees it:
-collectives and waiting for them, and Python, which alone is the share `in one process`.
+collectives and waiting for them, and Python, which alone is the share `in one process`. `products`, `copies`
+and `waits` are the seconds of that step in matrix products and attention, in copies, and in collectives and
+the spans that FSDP2 names around them; `products of one` and `copies of one` those of the one process.
 
 Run alone on the machine: python benchmarks/parallel_overhead.py [--rounds 3] [--layouts fsdp2 tp2 ...]
 """
@@ -15,7 +17,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 
+import numpy as np
 import torch
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.config import GroupedQueryConfig
@@ -24,6 +28,7 @@ from forge_parallel.apply import materialize, parallelize
 from forge_parallel.config import FSDPConfig
 from forge_parallel.runner import build_runner
 from forge_parallel.stages import keep_stage, stages_of
+from forge_trainer.profile.classes import class_of_operator
 from report import table, write
 
 LAYOUTS = {
@@ -77,9 +82,21 @@ def rank(layout: str, steps: int) -> None:
         seconds = [step() for _ in range(steps)]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             whole = step()
-        busy = sum(e.self_cpu_time_total for e in profile.key_averages() if e.key.startswith("aten::"))
+        events = profile.key_averages()
+        busy = sum(e.self_cpu_time_total for e in events if e.key.startswith("aten::"))
+        parts = Counter[str]()
+        for event in events:
+            named = event.key.startswith("FSDP::")
+            parts["communication" if named else class_of_operator((event.key,))] += event.self_cpu_time_total
+        said = {
+            "seconds": seconds,
+            "communication": 1 - busy / 1e6 / whole,
+            "products": (parts["matmul"] + parts["attention"]) / 1e6,
+            "copies": parts["memory"] / 1e6,
+            "waits": parts["communication"] / 1e6,
+        }
         if env.rank == 0:
-            print(json.dumps({"seconds": seconds, "communication": 1 - busy / 1e6 / whole}))
+            print(json.dumps(said))
 
 
 def measure(layout: str, cores: int, steps: int) -> dict:
@@ -110,21 +127,25 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     rows = []
     for layout in options.layouts:
-        alone, together, said, nothing = [], [], [], []
+        found: dict[str, list[dict]] = {"one": [], layout: []}
         for _ in range(options.rounds):
-            for name, seconds, shares in (("one", alone, nothing), (layout, together, said)):
-                found = measure(name, cores, options.steps)
-                seconds += found["seconds"]
-                shares.append(found["communication"])
-        one, many = statistics.median(alone), statistics.median(together)
+            for name, taken in found.items():
+                taken.append(measure(name, cores, options.steps))
+
+        def middle(name: str, key: str, found: dict[str, list[dict]] = found) -> float:
+            return round(statistics.median(np.ravel([each[key] for each in found[name]])), 3)
+
+        one, many = middle("one", "seconds"), middle(layout, "seconds")
         rows.append(
             {
                 "layout": layout,
-                "one process s": round(one, 3),
-                "ranks s": round(many, 3),
+                "one process s": one,
+                "ranks s": many,
                 "ratio": round(one / many, 3),
-                "communication": round(statistics.median(said), 3),
-                "in one process": round(statistics.median(nothing), 3),
+                "communication": middle(layout, "communication"),
+                "in one process": middle("one", "communication"),
+                **{part: middle(layout, part) for part in ("products", "copies", "waits")},
+                **{f"{part} of one": middle("one", part) for part in ("products", "copies")},
             }
         )
     print(table(rows))
