@@ -58,6 +58,8 @@ def test_kernels_of_a_gpu_have_their_class(name, kind):
         ),
         (("autograd::engine::evaluate_function: MmBackward0", "MmBackward0", "aten::mm"), "matmul"),
         (("Optimizer.step#AdamW.step", "aten::_fused_adamw_"), "optimizer"),
+        (("aten::_fused_adamw_",), "optimizer"),
+        (("_LinearCrossEntropy", "aten::addmm_"), "matmul"),
         (("Optimizer.step#Muon.step", "aten::mm"), "optimizer"),
         (("Optimizer.step#Muon.step", "c10d::allgather_"), "communication"),
         (("aten::to", "aten::_to_copy", "aten::copy_"), "memory"),

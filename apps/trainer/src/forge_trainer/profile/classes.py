@@ -25,9 +25,10 @@ _KERNELS = {
 
 _OPERATORS = {
     COMMUNICATION: r"^(c10d|_c10d_functional|_dtensor|symm_mem)::|^(gloo|nccl|mpi|ucc):",
+    OPTIMIZER: r"^aten::_fused_(adam|adamw|adagrad|sgd)_$",
     ATTENTION: r"attention|flex_|ScaledDotProduct|FlashAttn",
-    MATMUL: r"^aten::_?(mm|bmm|addmm|baddbmm|matmul|linear|dot|mv|addmv|addr|scaled_mm|grouped_mm|int_mm"
-    r"|scaled_grouped_mm|einsum|convolution|conv\w*|mkldnn_\w+|thnn_conv\w*|convolution_\w+|slow_conv\w*)$"
+    MATMUL: r"^aten::_?(mm|bmm|addmm_?|baddbmm_?|matmul|linear|dot|mv|addmv_?|addr_?|scaled_mm|grouped_mm"
+    r"|int_mm|scaled_grouped_mm|einsum|convolution|conv\w*|mkldnn_\w+|thnn_conv\w*|convolution_\w+|slow_conv\w*)$"
     r"|^mkl::|^onednn::|^(extern_kernels|torch_ipex)",
     MEMORY: r"^aten::_?(copy_|clone|contiguous|cat|stack|to|to_copy|fill_|zero_|zeros\w*|ones\w*|full\w*"
     r"|empty\w*|resize_\w*|pin_memory|split_with_sizes_copy|foreach_copy_|foreach_zero_|new_\w+|chunk_cat|detach"
