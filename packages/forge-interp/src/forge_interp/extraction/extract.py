@@ -96,12 +96,7 @@ def extract_representations(
     check_kind("where", where, (str, type(None)), "the name of an entry of the batches")
     for name, number in (("rank", rank), ("world_size", world_size)):
         check_kind(name, number, (Integral, type(None)), "a whole number")
-    folder = None if out is None else Path(out)
-    if folder is not None and (folder.suffix in ENDINGS or folder.is_file()):
-        raise InterpError(
-            f"out is {str(out)!r}; expected a folder: extract to {folder.stem!r}, and call "
-            f".export({str(out)!r}) on what is returned if you need such a file"
-        )
+    folder = None if out is None else _folder(Path(out))
     names, patterns = Names(tokens, mask, pad_id), [sites] if isinstance(sites, str) else list(sites)
     batch_size, (rank, world_size) = int(batch_size), (n if n is None else int(n) for n in (rank, world_size))
     chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group, writes)
@@ -147,3 +142,13 @@ def finish_extraction(out: str | Path) -> ActivationStore:
     if parts.missing() == []:
         parts.finish(len(parts.numbers()))
     return ActivationStore.open(out)
+
+
+def _folder(out: Path) -> Path:
+    """`out` itself; InterpError where it names a file."""
+    if out.suffix in ENDINGS or out.is_file():
+        raise InterpError(
+            f"out is {str(out)!r}; expected a folder: extract to {out.stem!r}, and call "
+            f".export({str(out)!r}) on what is returned if you need such a file"
+        )
+    return out
