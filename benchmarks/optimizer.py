@@ -38,7 +38,9 @@ OURS = {
     "adamw, ema": AdamWConfig(ema_decay=0.999),
     "adamw, bfloat16 moments": AdamWConfig(moments="bfloat16"),
     "lion": LionConfig(),
+    "lion, compiled": LionConfig(compile=True),
     "schedule-free-adamw": ScheduleFreeAdamWConfig(),
+    "schedule-free-adamw, compiled": ScheduleFreeAdamWConfig(compile=True),
     "muon": MUON,
 }
 

@@ -17,6 +17,7 @@ from forge_trainer.optim import (
     OptimizerConfig,
     ScheduleFreeAdamWConfig,
     gather_matrices,
+    local_parameters,
 )
 from forge_trainer.optim.averaged import evaluation_weights
 from forge_trainer.optim.parameters import NamedParameter
@@ -56,6 +57,7 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
     "adamw-frozen": AdamWConfig(lr=0.01, groups=RULES),
     "adamw-ema": AdamWConfig(lr=0.01, ema_decay=0.5),
     "lion": LionConfig(lr=0.003),
+    "lion-compiled": LionConfig(lr=0.003, compile=True),
     "muon": MuonConfig(lr=0.01, scale="original"),
     "muon-frozen": MuonConfig(lr=0.01, scale="spectral", groups=RULES),
     "muon-ema": MuonConfig(lr=0.01, scale="match-rms-adamw", ema_decay=0.5, nesterov=False),
@@ -74,6 +76,7 @@ QUICK = {
 def trained(sizes: dict, name: str, experts: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Every weight after 20 steps, put together from what each rank holds, and what was evaluated."""
     gather_matrices.BUCKET_ELEMENTS = 300
+    local_parameters.COMPILED_ELEMENTS = 100
     config, losses = OPTIMIZERS[name], []
     run = made(sizes, EXPERTS if experts else MODEL, "float64", optimizer=config)
     for index in range(STEPS):

@@ -33,6 +33,17 @@ assert double(torch.ones(1)).item() == 2
 """)
 
 
+@pytest.mark.slow
+def test_without_dynamo_gives_way_to_a_module_of_the_compiler():
+    script("""
+import torch
+from forge_parallel.capabilities import without_dynamo
+with without_dynamo():
+    double = torch.compile(lambda x: x * 2, backend="eager")
+    assert double(torch.ones(1)).item() == 2
+""")
+
+
 def test_flight_record_has_the_collectives_of_every_backend():
     script("""
 import json, os

@@ -354,7 +354,7 @@ class _StandIn(ModuleType):
         pass
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name != "__path__":  # which the import of a module below it asks for
             raise AttributeError(name)
         self.leave()
         return getattr(importlib.import_module(NAME), name)

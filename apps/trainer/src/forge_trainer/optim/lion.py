@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forge_config import Meta
@@ -11,6 +12,7 @@ from forge_trainer.optim.base import Decay, OptimizerConfig, optimizers
 
 if TYPE_CHECKING:
     from forge_parallel.mesh import Mesh
+    from torch import Tensor
     from torch.optim import Optimizer
 
     from forge_trainer.optim.local_parameters import LocalParameters
@@ -23,27 +25,42 @@ class LionConfig(OptimizerConfig):
 
     Attributes:
         betas: of the average that is used, and of the one that is kept.
+        compile: compile the step of large parameters to one pass; needs a C++ compiler, on a GPU Triton.
     """
 
     recorded_keys = ("betas",)
 
     lr: Annotated[float, Meta(gt=0)] = 1e-4
     betas: tuple[Decay, Decay] = (0.9, 0.99)
+    compile: bool = False
 
     def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
         """See `OptimizerConfig.build`."""
         from forge_trainer.optim.local_parameters import LocalOptimizer
 
-        return LocalOptimizer(self.param_groups(parameters), {"Lion": self._step}, elementwise=["Lion"])
+        formula = partial(_lion, betas=self.betas)
 
-    def _step(self, held: LocalParameters, group: Mapping[str, Any]) -> None:
-        from forge_trainer.optim.local_parameters import foreach
+        def step(held: LocalParameters, group: Mapping[str, Any]) -> None:
+            held.apply(formula, {"exp_avg": False}, group["lr"], group["weight_decay"])
 
-        lr, (beta1, beta2) = group["lr"], self.betas
-        average = held.state("exp_avg")
-        direction = foreach("lerp", average, held.grads, 1 - beta1)
-        foreach("sign_", direction)
-        values = held.update("mul", held.values, 1 - lr * group["weight_decay"])
-        foreach("add_", values, direction, alpha=-lr)
-        held.put("exp_avg", held.update("lerp", average, held.grads, 1 - beta2))
-        held.put_values(values)
+        groups = self.param_groups(parameters)
+        return LocalOptimizer(groups, {"Lion": step}, elementwise=["Lion"], compiled=self.compile)
+
+
+def _lion(
+    update: Any,
+    values: list[Tensor],
+    grads: list[Tensor],
+    average: list[Tensor],
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    betas: tuple[float, float],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """See `Formula`."""
+    from forge_trainer.optim.elementwise import add_scaled, foreach
+
+    direction = foreach("lerp", average, grads, 1 - betas[0])
+    foreach("sign_", direction)
+    values = update("mul", values, 1 - lr * weight_decay)
+    add_scaled(values, direction, -lr)
+    return values, update("lerp", average, grads, 1 - betas[1])

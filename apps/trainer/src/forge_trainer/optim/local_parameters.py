@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from forge_parallel.tensor import local_part
 from torch import Tensor
+
+from forge_trainer.optim.elementwise import COMPILED_ELEMENTS, Formula, foreach, step_compiled
 
 CHUNK_ELEMENTS = 1 << 18
 """A rule that works on each element for itself is given about so many at a time on a CPU: they stay in its
@@ -52,6 +54,7 @@ class LocalParameters:
         finite: [] bool; None where it is known to be true.
         parameters: with gradients.
         window: of the only parameter.
+        compiled: whether `apply` steps the only parameter by compiled code.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class LocalParameters:
         finite: Tensor | None,
         parameters: Sequence[Tensor],
         window: Window | None = None,
+        compiled: bool = False,
     ) -> None:
         self._states, self._finite, self._window = optimizer.state, finite, window
+        self._compiled = compiled
         self.in_place = finite is None
         self.first = 0 if window is None else window.elements.start
         self.parameters = list(parameters)
@@ -79,12 +84,12 @@ class LocalParameters:
     @cached_property
     def values(self) -> list[Tensor]:
         """Of the parameters."""
-        return self._widened([self._part(p) for p in self.parameters])
+        return self._widened(self._parts(self.parameters))
 
     @cached_property
     def grads(self) -> list[Tensor]:
         """Of the parameters; a rule that is done with them may delete them."""
-        return self._widened([self._part(p.grad) for p in self.parameters if p.grad is not None])
+        return self._widened(self._parts(p.grad for p in self.parameters))
 
     def update(self, name: str, targets: list[Tensor], *arguments: Any) -> list[Tensor]:
         """One of torch's operations on lists; in place where the old values are not needed any more.
@@ -109,17 +114,26 @@ class LocalParameters:
             dtype: it is kept in; None for that of the parameters, at least float32.
             start: `values`, where these are its first values; zeros, if absent.
         """
-        kept: list[Tensor] = []
-        for index, parameter in enumerate(self.parameters):
-            if name not in (state := self._states[parameter]):
-                state[name] = torch.zeros_like(
-                    parameter, dtype=dtype or self.wide[index], requires_grad=False
-                )
-                if start is not None:
-                    # of all of the parameter: other windows of it follow
-                    local_part(state[name]).copy_(local_part(parameter))
-            kept.append(self._part(state[name]))
-        return self._widened(kept)
+        return self._widened(self._kept(name, dtype, start is not None))
+
+    def apply(self, formula: Formula, states: Mapping[str, bool], *numbers: float | Sequence[Tensor]) -> None:
+        """Put the new values and states that a formula for each element gives; the step is counted.
+
+        Args:
+            formula: see `Formula`.
+            states: names of states, and whether one begins as the values, not as zeros.
+            numbers: further arguments of the formula: one for all parameters, or from `each`.
+        """
+        kept = [self._kept(name, start=starts_as_values) for name, starts_as_values in states.items()]
+        lists = [self._parts(self.parameters), self._parts(p.grad for p in self.parameters), *kept]
+        if self._compiled:
+            (tensors,) = zip(*lists, strict=True)
+            step_compiled(formula, self._finite, self.wide[0], tensors, numbers)
+        else:
+            new = formula(self.update, *map(self._widened, lists), *numbers)
+            for targets, values in zip([lists[0], *kept], new, strict=True):
+                self._keep(targets, values)
+        self.put("step", self.steps.unbind())
 
     def scalars(self, name: str) -> Tensor:
         """[n] one number a parameter, float64, at first 0."""
@@ -154,8 +168,23 @@ class LocalParameters:
         """
         if rounded is not None:
             new = [rounded(index, value) for index, value in enumerate(new)]
-        self._keep([self._part(parameter) for parameter in self.parameters], new)
+        self._keep(self._parts(self.parameters), new)
         self.put("step", self.steps.unbind())
+
+    def _kept(self, name: str, dtype: torch.dtype | None = None, start: bool = False) -> list[Tensor]:
+        """The parts of a state, in the dtype in which it is kept."""
+        for index, parameter in enumerate(self.parameters):
+            if name not in (state := self._states[parameter]):
+                state[name] = torch.zeros_like(
+                    parameter, dtype=dtype or self.wide[index], requires_grad=False
+                )
+                if start:
+                    # of all of the parameter: other windows of it follow
+                    local_part(state[name]).copy_(local_part(parameter))
+        return self._parts(self._states[parameter][name] for parameter in self.parameters)
+
+    def _parts(self, tensors: Iterable[Tensor | None]) -> list[Tensor]:
+        return [self._part(tensor) for tensor in tensors if tensor is not None]
 
     def _part(self, tensor: Tensor) -> Tensor:
         part = local_part(tensor)
@@ -224,6 +253,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         rules: by kind.
         elementwise: kinds whose rules work on each element for itself.
         shared: further rules, of other kinds. Where a group is frozen, they take what has gradients.
+        compiled: whether elementwise rules step large parameters by compiled code.
     """
 
     _step_supports_amp_scaling = True
@@ -234,11 +264,12 @@ class LocalOptimizer(torch.optim.Optimizer):
         rules: Mapping[str, Rule],
         elementwise: Sequence[str] = (),
         shared: Mapping[str, SharedRule] | None = None,
+        compiled: bool = False,
     ) -> None:
         # capturable: checkpoints put scalars of the state on the device of their parameter
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "capturable": True})
         self._rules, self._elementwise = dict(rules), frozenset(elementwise)
-        self._shared = dict(shared or {})
+        self._shared, self._compiled = dict(shared or {}), compiled
 
     def finite(self) -> Tensor | None:
         """[] bool, false where the step must change nothing; None where it is known to be true.
@@ -284,6 +315,9 @@ class LocalOptimizer(torch.optim.Optimizer):
         count = 0
         for parameter in parameters:
             size = local_part(parameter).numel()
+            if self._compiled and size >= COMPILED_ELEMENTS and _is_flat(parameter):
+                yield LocalParameters(self, finite, [parameter], compiled=True)
+                continue
             if size > most and _is_flat(parameter):
                 for first in range(0, size, most):
                     window = Window(slice(first, first + most), first + most >= size)
@@ -301,8 +335,3 @@ def _is_flat(parameter: Tensor) -> bool:
     """Whether parameter and gradient lie in memory as they are written, as state made of them does."""
     assert parameter.grad is not None
     return local_part(parameter).is_contiguous() and local_part(parameter.grad).is_contiguous()
-
-
-def foreach(name: str, *arguments: Any, **options: Any) -> Any:
-    """One of torch's operations on lists of tensors, which have no public names."""
-    return getattr(torch, f"_foreach_{name}")(*arguments, **options)

@@ -12,8 +12,9 @@ import torch
 from forge_parallel.mesh import Mesh
 from torch import Tensor
 
+from forge_trainer.optim.elementwise import foreach
 from forge_trainer.optim.gather_matrices import MatrixExchange, Pending, portions_of
-from forge_trainer.optim.local_parameters import LocalParameters, foreach
+from forge_trainer.optim.local_parameters import LocalParameters
 from forge_trainer.optim.newton_schulz import orthogonalize_all
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from forge_config import Meta
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from forge_trainer.optim.elementwise import Formula
     from forge_trainer.optim.local_parameters import LocalParameters
     from forge_trainer.optim.parameters import NamedParameter
 
@@ -30,6 +32,7 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
         eps: added to the root of the second moment.
         weight_power: the average weighs steps by the largest learning rate so far to this power.
         step_power: and by their number to this power.
+        compile: compile the step of large parameters to one pass; needs a C++ compiler, on a GPU Triton.
     """
 
     needs_constant_lr: ClassVar[bool] = True
@@ -41,6 +44,7 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
     eps: Annotated[float, Meta(gt=0)] = 1e-8
     weight_power: Annotated[float, Meta(ge=0)] = 2.0
     step_power: Annotated[float, Meta(ge=0)] = 0.0
+    compile: bool = False
 
     def contradictions(self) -> Iterator[str]:
         """See `Config.contradictions`."""
@@ -59,40 +63,61 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
         """See `OptimizerConfig.build`."""
         from forge_trainer.optim.local_parameters import LocalOptimizer
 
+        formula = partial(_schedule_free, betas=self.betas, eps=self.eps)
         return LocalOptimizer(
-            self.param_groups(parameters), {"ScheduleFreeAdamW": self._step}, ["ScheduleFreeAdamW"]
+            self.param_groups(parameters),
+            {"ScheduleFreeAdamW": partial(self._step, formula)},
+            ["ScheduleFreeAdamW"],
+            compiled=self.compile,
         )
 
-    def _step(self, held: LocalParameters, group: Mapping[str, Any]) -> None:
+    def _step(self, formula: Formula, held: LocalParameters, group: Mapping[str, Any]) -> None:
         import torch
 
-        from forge_trainer.optim.local_parameters import foreach
-
         lr, (beta1, beta2) = group["lr"], self.betas
-        fast = held.state("z", start=held.values)
-        second = held.update("mul", held.state("exp_avg_sq"), beta2)
-        foreach("addcmul_", second, held.grads, held.grads, 1 - beta2)
         largest = held.scalars("lr_max").clamp(min=lr)
         weight = held.steps.double() ** self.step_power * largest**self.weight_power
         total = held.scalars("weight_sum") + weight
         share = torch.where(total > 0, weight / total, 0.0)
-
-        roots = foreach("div", second, held.each(1 - beta2 ** held.steps.double()))
-        foreach("sqrt_", roots)
-        foreach("add_", roots, self.eps)
-        direction = foreach("div", held.grads, roots)
-        foreach("add_", direction, foreach("mul", held.values, group["weight_decay"]))
-        apart = foreach("sub", fast, held.values)
-        foreach("mul_", apart, held.each(share))
-        values = held.update("add", held.values, apart)
-        held.put("z", held.update("sub", fast, foreach("mul", direction, lr)))
-        foreach("mul_", direction, held.each(lr * (beta1 * (1 - share) - 1)))
-        foreach("add_", values, direction)
-        held.put("exp_avg_sq", second)
+        numbers = 1 - beta2 ** held.steps.double(), share, lr * (beta1 * (1 - share) - 1)
         held.put("lr_max", largest.unbind())
         held.put("weight_sum", total.unbind())
-        held.put_values(values)
+        states = {"exp_avg_sq": False, "z": True}
+        held.apply(formula, states, lr, group["weight_decay"], *map(held.each, numbers))
 
     def evaluated(self, value: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """See `OptimizerConfig.evaluated`."""
         return value.lerp(state["z"].to(value.dtype), 1 - 1 / self.betas[0])
+
+
+def _schedule_free(
+    update: Any,
+    values: list[Tensor],
+    grads: list[Tensor],
+    second: list[Tensor],
+    fast: list[Tensor],
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    correction: list[Tensor],
+    share: list[Tensor],
+    ahead: list[Tensor],
+    betas: tuple[float, float],
+    eps: float,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """See `Formula`."""
+    from forge_trainer.optim.elementwise import foreach
+
+    second = update("mul", second, betas[1])
+    foreach("addcmul_", second, grads, grads, 1 - betas[1])
+    roots = foreach("div", second, correction)
+    foreach("sqrt_", roots)
+    foreach("add_", roots, eps)
+    direction = foreach("div", grads, roots)
+    foreach("add_", direction, foreach("mul", values, weight_decay))
+    apart = foreach("sub", fast, values)
+    foreach("mul_", apart, share)
+    values = update("add", values, apart)
+    fast = update("sub", fast, foreach("mul", direction, lr))
+    foreach("mul_", direction, ahead)
+    foreach("add_", values, direction)
+    return values, second, fast
