@@ -467,6 +467,19 @@ def test_padding_changes_no_gradient_no_load_and_no_bias(name, capacity):
         assert torch.equal(models[1].get_buffer(key), buffer)
 
 
+@pytest.mark.parametrize(("factor", "tokens"), [(0.6, 100), (1.2, 50), (1.2, 90), (1.1, 200)])
+def test_capacity_does_not_depend_on_whether_padding_is_looked_for(factor, tokens):
+    """Where factor N K / E is an integer, a float32 on the way would round it up by one."""
+    layer = MoEConfig(num_experts=8, top_k=2, dim=HIDDEN, capacity_factor=factor).build(DIM).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = drawn(1, tokens, DIM)
+    more, padding = torch.cat([x, drawn(1, 5, DIM)], 1), torch.arange(tokens + 5)[None] >= tokens
+    plain, padded = layer(x), layer(more, padding)[:, :tokens]
+    torch.testing.assert_close(padded, plain, rtol=1e-12, atol=1e-12)
+    assert layer(x, torch.zeros(1, tokens, dtype=torch.bool)).equal(plain)
+
+
 @pytest.mark.parametrize("name", ROUTERS)
 def test_router_leaves_padding_of_any_length_out(name):
     """As if all tokens that are none were one row; the loss of sequences weighs each by its tokens."""

@@ -179,7 +179,8 @@ class MoE(nn.Module):
             return routing, counted + _dropped(routing, self.num_experts)
         routing = without(routing, padding, self.num_experts)
         served = (routing.experts < self.num_experts).sum()
-        capacity = (served * (factor / self.num_experts)).ceil()
+        # as the host does above, in float64: a float32 rounds an integer up
+        capacity = (factor * (served.double() / self.num_experts)).ceil()
         kept = within_capacity(routing, self.num_experts, capacity, self.drop_by_weight)
         of_padding = _dropped(routing, self.num_experts)
         return kept, counted + _dropped(kept, self.num_experts) - of_padding
