@@ -352,6 +352,27 @@ def test_bias_follows_the_load_of_training_only_once_a_step():
     assert all(map(torch.equal, before, after)), "no token, no change"
 
 
+@pytest.mark.parametrize("scope", ["batch", "global"])
+def test_frozen_layer_counts_its_load_and_keeps_its_bias(scope):
+    """Also where all before it is frozen, so that no gradient passes it."""
+    router = SigmoidRouterConfig(batch_balance_weight=0.7, balance_scope=scope, bias_rate=0.25)
+    told, biases = [], []
+    for frozen in ((), ("embed", "layers.0")):
+        torch.manual_seed(5)
+        model = built(decoder(router))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+        for part in torch.randint(VOCAB, (4, TOKENS)).chunk(2):
+            train_on(model, part, 4 * (TOKENS - 1))
+        told.append(model.before_optimizer_step(lambda sums: sums))
+        biases.append([layer.router.selection_bias for layer in expert_layers(model).values()])
+    del told[0]["layers.0.ffn/bias_range"], told[1]["layers.0.ffn/bias_range"]
+    for name, value in told[0].items():
+        torch.testing.assert_close(told[1][name], value, rtol=1e-12, atol=1e-12, msg=name)
+    (moved, *rest), (kept, *same) = biases
+    assert moved.any() and not kept.any() and all(map(torch.equal, rest, same))
+
+
 def test_drop_rate_counts_the_pairs_that_no_expert_serves():
     model = built(decoder(SoftmaxRouterConfig(), capacity_factor=0.5))
     train_on(model, torch.randint(VOCAB, (2, TOKENS)))
