@@ -15,10 +15,11 @@ from forge_parallel.config import (
     PrecisionConfig,
     TensorParallelConfig,
 )
-from forge_parallel.runner import build_runner
+from forge_parallel.runner import Inputs, Runner, build_runner
 from forge_parallel.stages import keep_stage
 from forge_parallel.testing import run_ranks
 from msgspec.structs import replace
+from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,8 +27,8 @@ LAYERS, MICRO_BATCHES = 3, 2
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-def counted(sizes: dict, parallel: ParallelConfig, steps: int = 2) -> dict[str, int]:
-    """Collectives of the last of some steps of a decoder, by kind."""
+def prepared(sizes: dict, parallel: ParallelConfig) -> tuple[nn.Module, Runner, Inputs]:
+    """A decoder, what runs it, and a micro-batch."""
     mesh = build_mesh(MeshConfig(**sizes), Env.detect())
     attention = GroupedQueryConfig(num_heads=4, num_kv_heads=4)
     config = DecoderConfig(vocab_size=64, dim=32, num_layers=LAYERS, max_tokens=16, attention=attention)
@@ -45,6 +46,12 @@ def counted(sizes: dict, parallel: ParallelConfig, steps: int = 2) -> dict[str, 
         "doc_ids": tokens,
         "loss_fn": LossConfig(chunk_tokens=0).build(),
     }
+    return model, runner, inputs
+
+
+def counted(sizes: dict, parallel: ParallelConfig, steps: int = 2) -> dict[str, int]:
+    """Collectives of the last of some steps of a decoder, by kind."""
+    _, runner, inputs = prepared(sizes, parallel)
     for _ in range(steps):
         with CommDebugMode() as said:
             runner.backward([inputs] * MICRO_BATCHES, lambda terms: terms.total)
@@ -112,6 +119,43 @@ def test_table_in_the_docs_is_what_is_counted():
     assert "\n".join(rows) in (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(), "\n".join(
         rows
     )
+
+
+class Order(TorchDispatchMode):
+    """Writes down which sums of gradients begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func).replace("_", "")
+        self.events += [kind for kind in ("reduce_scatter", "all_reduce") if kind.replace("_", "") in name]
+        return func(*args, **kwargs or {})
+
+
+def sums_in_the_backward_pass() -> list[str]:
+    """The sums of a step over shards and copies, and between them when the gradient reaches each layer."""
+    model, runner, inputs = prepared({"dp_replicate": 2}, ParallelConfig())
+    said = Order()
+    for index in range(LAYERS):
+
+        def reached(_module: nn.Module, _inputs: object, out: Tensor, index: int = index) -> None:
+            out.register_hook(lambda _: said.events.append(f"layer {index}"))
+
+        model.get_submodule(f"layers.{index}").register_forward_hook(reached)
+    with said:
+        runner.backward([inputs], lambda terms: terms.total)
+    return said.events
+
+
+@pytest.mark.dist
+def test_copies_are_summed_over_while_the_backward_pass_goes_on():
+    """Those of a unit begin when its gradients are there: on a GPU they run in a stream of their own."""
+    sums = ["reduce_scatter", "all_reduce"]
+    layers = [event for index in reversed(range(LAYERS)) for event in (f"layer {index}", *sums)]
+    for events in run_ranks(sums_in_the_backward_pass, 4):
+        assert events == [*sums, *layers, *sums]  # norm with head; layers; embedding
 
 
 class Formats(TorchDispatchMode):

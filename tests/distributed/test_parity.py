@@ -63,6 +63,7 @@ UNLIKE = GroupedQueryConfig(
 UNLIKE_LAST = GroupedQueryConfig(num_heads=4, num_kv_heads=4, qk_norm=True, softcap=2.0, sliding_window=5)
 FEW = GroupedQueryConfig(num_heads=4, num_kv_heads=2, bias=True, qk_norm=True, softcap=1.5)
 ONE = GroupedQueryConfig(num_heads=4, num_kv_heads=1, qk_norm=True, qk_norm_over="projection")
+SINKS = GroupedQueryConfig(num_heads=4, num_kv_heads=2, sinks=True)
 LATENT = LatentConfig(num_heads=4, kv_rank=10, q_rank=14, nope_dim=6, rope_dim=8, value_dim=4, bias=True)
 MODELS = {
     "plain": DecoderConfig(**PARTS, attention=HEADS),
@@ -102,6 +103,11 @@ MODELS = {
     "few heads": DecoderConfig(**PARTS | {"vocab_size": VOCAB + 1}, attention=FEW),
     "one head": DecoderConfig(**PARTS | {"vocab_size": VOCAB + 5}, attention=ONE, tie_embeddings=True),
     "tied deep": DecoderConfig(**PARTS | {"num_layers": 4}, attention=ONE, tie_embeddings=True),
+    "sinks": DecoderConfig(
+        **PARTS,
+        attention=SINKS,
+        overrides=[LayerOverride(layers="1::2", attention=replace(SINKS, sliding_window=5))],
+    ),
     "ahead": DecoderConfig(**PARTS, attention=LATENT, mtp=MTPConfig(num_modules=2)),
 }
 FAMILIES = [name for name in MODELS if name not in ("deep", "tied deep", "ahead")]
@@ -288,7 +294,9 @@ RING_LAYOUTS = ("cp2", "cp4", "fsdp2-cp2", "replicate2-cp2", "pp2-cp2", "cp2-tp2
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", slow([n for n in FAMILIES if n not in ("capped", "few heads")], "windowed"))
+@pytest.mark.parametrize(
+    "name", slow([n for n in FAMILIES if n not in ("capped", "few heads")], "windowed", "sinks")
+)
 def test_attention_by_messages_in_float64_equals_one_process(name):
     check("cp2", name, "float64", RING, loss=1e-10, norm=1e-10)
 
@@ -311,8 +319,9 @@ def test_attention_by_messages_is_computed_again(layout, mode):
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp2-tp2", "pp2-cp2"])
-def test_attention_by_messages_predicts_tokens_ahead(layout):
-    check(layout, "ahead", "float64", RING, loss=1e-10, norm=1e-10)
+@pytest.mark.parametrize("name", ["ahead", "sinks"])
+def test_attention_by_messages_under_further_axes_equals_one_process(layout, name):
+    check(layout, name, "float64", RING, loss=1e-10, norm=1e-10)
 
 
 PARTITIONED = CompileConfig(enabled=True, backend="aot_eager_decomp_partition")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from forge_model import DecoderConfig
-from forge_model.attention.explicit import explicit_attention
+from forge_model.attention.explicit import explicit_attention, sink_attention
 from forge_model.attention.mask import Mask, softmax_attention
 from forge_model.config import GroupedQueryConfig
 from forge_parallel import Env, MeshConfig, ParallelConfig, Plan, build_mesh, parallelize
@@ -26,6 +26,7 @@ class Case(NamedTuple):
     kv_heads: int
     value_dim: int
     dtype: str = "float64"
+    sinks: bool = False
 
 
 CASES = {
@@ -37,6 +38,8 @@ CASES = {
     "documents in a window": Case(4, True, 2, 5),
     "wide values": Case(None, True, 2, 12),
     "bfloat16": Case(None, True, 2, 8, "bfloat16"),
+    "sinks": Case(None, False, 2, 8, sinks=True),
+    "sinks with documents in a window": Case(4, True, 2, 12, sinks=True),
 }
 
 
@@ -70,21 +73,28 @@ def attended(*given: object) -> tuple[list[float], dict, dict]:
     through = drawn(HEADS, case.value_dim).detach()
     ids = (torch.rand(BATCH, tokens, generator=generator) < 0.1).cumsum(1) if case.documents else None
     mask = Mask(tokens, mesh.device, ids)
-    out = softmax_attention(*whole, softmax_attention.resolve(mask, case.window), 0.3)
-    expected = [out, *torch.autograd.grad(out, whole, through)]
+    attend = sink_attention if case.sinks else softmax_attention
+    sinks = {"sinks": drawn(HEADS, 1)[0, :, 0, 0].detach().requires_grad_()} if case.sinks else {}
+    out = attend(*whole, attend.resolve(mask, case.window), 0.3, **sinks)
+    expected = [out, *torch.autograd.grad(out, [*whole, *sinks.values()], through)]
 
-    index, ring = cut.index(tokens, mesh.context.rank, mesh.device), Ring(softmax_attention, cut)
+    index, ring = cut.index(tokens, mesh.context.rank, mesh.device), Ring(attend, cut)
     mine = [x.detach()[:, :, index].requires_grad_() for x in whole]
     described = Mask(len(index), mesh.device, None if ids is None else ids[:, index])
     resolved = ring.resolve(described, case.window)
     with Sent() as there:
-        out = ring(*mine, resolved, 0.3)
+        out = ring(*mine, resolved, 0.3, **sinks)
     with Sent() as back:
-        found = [out, *torch.autograd.grad(out, mine, through[:, :, index])]
+        found = [out, *torch.autograd.grad(out, [*mine, *sinks.values()], through[:, :, index])]
+    if case.sinks:  # which all ranks hold, and each has a part of the gradient
+        of_sinks = expected.pop()
+        torch.distributed.all_reduce(summed := found.pop())
     far = [
         ((a - b[:, :, index]).abs().max() / b.abs().max()).item()
         for a, b in zip(found, expected, strict=True)
     ]
+    if case.sinks:
+        far.append(((summed - of_sinks).abs().max() / of_sinks.abs().max()).item())
     return far, there.bytes, back.bytes
 
 
@@ -142,7 +152,7 @@ def test_attention_that_is_more_than_softmax_is_refused():
     capped = GroupedQueryConfig(num_heads=4, softcap=2.0)
     assert all("layers.0.attention" in told and "gather" in told for told in run_ranks(refused, 2, capped))
     config = DecoderConfig(vocab_size=64, dim=32, num_layers=1, max_tokens=16, attention=capped)
-    with pytest.raises(ValueError, match=r'layer 0: softcap and sinks .* "gather" or "ulysses"'):
+    with pytest.raises(ValueError, match=r'layer 0: softcap .* "gather" or "ulysses"'):
         config.require_axes(1, 2, True, "ring")
     config.require_axes(1, 2, True, "gather")
 

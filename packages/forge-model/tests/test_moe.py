@@ -352,6 +352,27 @@ def test_bias_follows_the_load_of_training_only_once_a_step():
     assert all(map(torch.equal, before, after)), "no token, no change"
 
 
+@pytest.mark.parametrize("scope", ["batch", "global"])
+def test_frozen_layer_counts_its_load_and_keeps_its_bias(scope):
+    """Also where all before it is frozen, so that no gradient passes it."""
+    router = SigmoidRouterConfig(batch_balance_weight=0.7, balance_scope=scope, bias_rate=0.25)
+    told, biases = [], []
+    for frozen in ((), ("embed", "layers.0")):
+        torch.manual_seed(5)
+        model = built(decoder(router))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+        for part in torch.randint(VOCAB, (4, TOKENS)).chunk(2):
+            train_on(model, part, 4 * (TOKENS - 1))
+        told.append(model.before_optimizer_step(lambda sums: sums))
+        biases.append([layer.router.selection_bias for layer in expert_layers(model).values()])
+    del told[0]["layers.0.ffn/bias_range"], told[1]["layers.0.ffn/bias_range"]
+    for name, value in told[0].items():
+        torch.testing.assert_close(told[1][name], value, rtol=1e-12, atol=1e-12, msg=name)
+    (moved, *rest), (kept, *same) = biases
+    assert moved.any() and not kept.any() and all(map(torch.equal, rest, same))
+
+
 def test_drop_rate_counts_the_pairs_that_no_expert_serves():
     model = built(decoder(SoftmaxRouterConfig(), capacity_factor=0.5))
     train_on(model, torch.randint(VOCAB, (2, TOKENS)))
@@ -465,6 +486,19 @@ def test_padding_changes_no_gradient_no_load_and_no_bias(name, capacity):
         torch.testing.assert_close(told[1][key], value, rtol=1e-12, atol=1e-12)
     for key, buffer in models[0].named_buffers():
         assert torch.equal(models[1].get_buffer(key), buffer)
+
+
+@pytest.mark.parametrize(("factor", "tokens"), [(0.6, 100), (1.2, 50), (1.2, 90), (1.1, 200)])
+def test_capacity_does_not_depend_on_whether_padding_is_looked_for(factor, tokens):
+    """Where factor N K / E is an integer, a float32 on the way would round it up by one."""
+    layer = MoEConfig(num_experts=8, top_k=2, dim=HIDDEN, capacity_factor=factor).build(DIM).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = drawn(1, tokens, DIM)
+    more, padding = torch.cat([x, drawn(1, 5, DIM)], 1), torch.arange(tokens + 5)[None] >= tokens
+    plain, padded = layer(x), layer(more, padding)[:, :tokens]
+    torch.testing.assert_close(padded, plain, rtol=1e-12, atol=1e-12)
+    assert layer(x, torch.zeros(1, tokens, dtype=torch.bool)).equal(plain)
 
 
 @pytest.mark.parametrize("name", ROUTERS)

@@ -206,17 +206,16 @@ class Ulysses(_Shared):
 class Ring(_Shared):
     """Keys and values of other ranks one block after the other; see `forge_parallel.ring`.
 
-    The inner attention says by `plain_softmax` that it is softmax attention and nothing else, for the blocks
-    are computed by kernels that tell the log-sum-exp of each query.
+    The inner attention says by `by_blocks` that it is softmax attention, perhaps with sinks, and nothing
+    else, for the blocks are computed by kernels that tell the log-sum-exp of each query.
     """
 
     def require(self, name: str) -> None:
         """See `_Shared.require`."""
-        if not getattr(self.inner, "plain_softmax", False):
+        if not getattr(self.inner, "by_blocks", False):
             raise ParallelError(
                 f'context_parallel.method = "ring" computes softmax attention alone, and that of {name}, by '
-                f'{type(self.inner).__name__}, has more to it, such as a soft cap or sinks; use "gather" or '
-                '"ulysses"'
+                f'{type(self.inner).__name__}, has more to it, such as a soft cap; use "gather" or "ulysses"'
             )
 
     def resolve(self, mask: Any, window: int | None) -> Around:
@@ -231,10 +230,16 @@ class Ring(_Shared):
         return Around(self.cut, self.cut.width(whole.tokens), reaches, whole.doc_ids)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, resolved: Around, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        resolved: Around,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]."""
-        return ring_attention(query, key, value, resolved, scale)
+        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]; `sinks` are [N]."""
+        return ring_attention(query, key, value, resolved, scale, sinks)
 
 
 METHODS: dict[str, type[_Shared]] = {"gather": GatherKeys, "ring": Ring, "ulysses": Ulysses}

@@ -205,7 +205,14 @@ def _empty(like: Tensor, pieces: tuple[int, int], width: int, dtype: torch.dtype
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, around: Around, scale: float | None) -> Tensor:
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    around: Around,
+    scale: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of the tokens of this rank over those of all ranks. Collective.
 
     Args:
@@ -214,17 +221,21 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, around: Around, sc
         value: [B, K, 2 W, V].
         around: what is looked at.
         scale: of the scores; None means 1/sqrt(H).
+        sinks: [N] the score of one more key without a value, which every query of a head sees; the gradient
+            is that of the queries of this rank.
 
     Returns:
         [B, N, 2 W, V].
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Ring.apply(query, torch.cat([key, value], -1), around, scale)
+    return _Ring.apply(query, torch.cat([key, value], -1), sinks, around, scale)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, both: Tensor, around: Around, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, both: Tensor, sinks: Tensor | None, around: Around, scale: float
+    ) -> Tensor:
         passed, ranks = _Passed(around, both), around.cut.ranks.size
         out = lse = query.new_empty(0)
         here: Tensor | None = both
@@ -243,15 +254,17 @@ class _Ring(torch.autograd.Function):
                 rows = slice(job.queries[0] * around.width, job.queries[1] * around.width)
                 out[:, :, rows], lse[:, :, rows] = joined(out[:, :, rows], lse[:, :, rows], made, sums)
             here = None if coming is None else coming.wait()
+        if sinks is not None:
+            out, lse = _with_sinks(out, lse, sinks)
         value_width = both.shape[-1] - query.shape[-1]
-        ctx.save_for_backward(query, both, out.to(query.dtype), lse)
+        ctx.save_for_backward(query, both, sinks, out.to(query.dtype), lse)
         ctx.around, ctx.scale = around, scale
         return out[..., :value_width].to(query.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        query, both, out, lse = ctx.saved_tensors
+        query, both, sinks, out, lse = ctx.saved_tensors
         around, scale = ctx.around, ctx.scale
         grad = F.pad(grad, (0, out.shape[-1] - grad.shape[-1]))
         passed, ranks, width = _Passed(around, both), around.cut.ranks.size, around.width
@@ -277,7 +290,21 @@ class _Ring(torch.autograd.Function):
             returning = (step, passed.give_back(step, of_here)) if step else None
             here = None if coming is None else coming.wait()
         _take_back(returning, passed, of_own, width)
-        return of_query.to(query.dtype), of_own.to(both.dtype), None, None
+        of_sinks = None if sinks is None else _of_sinks(sinks, out, lse, grad)
+        return of_query.to(query.dtype), of_own.to(both.dtype), of_sinks, None, None
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """What queries make of all keys and of the sink [N] of their head: one more block, without values."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    return out * (lse - total).exp().unsqueeze(-1), total
+
+
+def _of_sinks(sinks: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
+    """[N], the gradient of sinks: that of a key whose weight is exp(sink - lse), and whose value is zero."""
+    wide = lse.dtype
+    weights = (sinks.to(wide)[:, None] - lse).exp()
+    return -(weights * (out.to(wide) * grad.to(wide)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def _begun(made: Tensor, sums: Tensor, query: Tensor, job: Job, width: int) -> tuple[Tensor, Tensor]:

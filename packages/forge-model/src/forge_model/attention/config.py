@@ -26,8 +26,8 @@ class AttentionConfig(Config):
         return None
 
     @property
-    def plain_softmax(self) -> bool:
-        """Whether scores go through nothing but a mask and a softmax over the keys."""
+    def by_blocks(self) -> bool:
+        """Whether scores go through nothing but a mask and a softmax over the keys and perhaps a sink."""
         return True
 
     def build(self, dim: int, norm: NormConfig) -> nn.Module:
@@ -135,9 +135,9 @@ class GroupedQueryConfig(AttentionConfig):
         return {"num_heads": self.num_heads}
 
     @property
-    def plain_softmax(self) -> bool:
-        """See `AttentionConfig.plain_softmax`."""
-        return self.softcap is None and not self.sinks
+    def by_blocks(self) -> bool:
+        """See `AttentionConfig.by_blocks`."""
+        return self.softcap is None
 
     def require_axes(self, norm: NormConfig, tp: int, cp: int) -> None:
         """See `AttentionConfig.require_axes`."""

@@ -5,7 +5,7 @@ B batch, T queries, S keys, N query heads, K heads of keys and values, H head di
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,8 +61,21 @@ def _by_group(left: Tensor, right: Tensor) -> Tensor:
     return (rows @ right).unflatten(2, (-1, tokens)).flatten(1, 2)
 
 
+class SinkAttention(ExplicitAttention):
+    """Softmax attention with sinks and without a soft cap.
+
+    Attributes:
+        by_blocks: see `forge_model.attention.mask.SoftmaxAttention`; a sink is one more key of every query.
+    """
+
+    by_blocks: ClassVar[bool] = True
+
+
 explicit_attention: Attend = ExplicitAttention()
-"""The one that attention modules with a soft cap or with sinks start with."""
+"""The one that attention modules with a soft cap start with."""
+
+sink_attention: Attend = SinkAttention()
+"""The one that attention modules with sinks and without a soft cap start with."""
 
 
 def _flex(

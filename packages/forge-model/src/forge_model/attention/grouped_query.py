@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from forge_model.attention.cache import LayerCache
 from forge_model.attention.config import GroupedQueryConfig
-from forge_model.attention.explicit import explicit_attention
+from forge_model.attention.explicit import explicit_attention, sink_attention
 from forge_model.attention.mask import Attend, softmax_attention
 from forge_model.attention.rope import Rope, pairs_to_halves, rotate
 from forge_model.layers import Linear, Sinks
@@ -33,8 +33,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: GroupedQueryConfig, dim: int, norm: NormConfig) -> None:
         super().__init__()
-        explicit = config.softcap is not None or config.sinks
-        self.attend: Attend = explicit_attention if explicit else softmax_attention
+        uncapped = sink_attention if config.sinks else softmax_attention
+        self.attend: Attend = uncapped if config.softcap is None else explicit_attention
         self.scale, self.softcap = config.scale, config.softcap
         self.head_dim, self.rope_dim = config.head_width(dim), config.rotary_dim(dim)
         self.rope_pairs = config.rope_pairs

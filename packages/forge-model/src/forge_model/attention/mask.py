@@ -230,10 +230,11 @@ class SoftmaxAttention:
     """Scaled dot-product attention of torch; FlexAttention on CUDA where the mask is more than causal.
 
     Attributes:
-        plain_softmax: true: whoever computes softmax attention of the mask may take its place.
+        by_blocks: true: whoever computes softmax attention of the mask, with sinks if they are given, by
+            one block of keys after the other may take its place.
     """
 
-    plain_softmax: ClassVar[bool] = True
+    by_blocks: ClassVar[bool] = True
 
     def resolve(self, mask: Mask, window: int | None) -> Any:
         """None for plain causal attention, `LastKeys`, a block mask of FlexAttention, or a mask.

@@ -262,9 +262,9 @@ class DecoderConfig(ModelConfig):
             )
         for index in range(self.num_layers):
             layer = self.layer(index)
-            if cp > 1 and method == "ring" and not layer.attention.plain_softmax:
+            if cp > 1 and method == "ring" and not layer.attention.by_blocks:
                 raise ValueError(
-                    f"layer {index}: softcap and sinks change the scores, of which context parallelism by "
+                    f"layer {index}: softcap changes the scores, of which context parallelism by "
                     '"ring" knows the plain softmax only; set context_parallel.method = "gather" or "ulysses"'
                 )
             try:

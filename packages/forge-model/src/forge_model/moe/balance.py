@@ -78,6 +78,19 @@ def tallied(
     return _Tallied.apply(out, loss, affinities, values, tally, balance)
 
 
+def tallied_at_once(values: Tensor, tally: Tally, balance: GlobalBalance | None = None) -> None:
+    """Fill the tally where no gradient will pass: the layer is frozen, and so is all before it.
+
+    Args:
+        values: for the tally.
+        tally: filled now.
+        balance: as that of `tallied`. Collective.
+    """
+    tally.add(values)
+    if balance is not None:
+        _of_affinities(balance, values, tally)
+
+
 class _Tallied(torch.autograd.Function):
     @staticmethod
     def forward(

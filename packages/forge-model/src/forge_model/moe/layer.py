@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from forge_model.declared import joined
 from forge_model.error import ModelError
 from forge_model.ffn.dense import MLP, GatedFfn
-from forge_model.moe.balance import EXTRAS, GlobalBalance, Load, Tally, tallied
+from forge_model.moe.balance import EXTRAS, GlobalBalance, Load, Tally, tallied, tallied_at_once
 from forge_model.moe.experts import Experts
 from forge_model.moe.router import TopKRouter
 from forge_model.moe.routing import Routing, one_per_slot, serve, within_capacity, without
@@ -164,7 +164,11 @@ class MoE(nn.Module):
         if torch.is_grad_enabled():
             tokens = x.shape[0] * x.shape[1] if padding is None else (~padding).sum().double()
             part = 1.0 if self.step_tokens is None else tokens / self.step_tokens
-            out = tallied(out, loss * part, counted, self.tally, self._global_balance(affinities, part))
+            balance = self._global_balance(affinities, part)
+            if out.requires_grad:
+                out = tallied(out, loss * part, counted, self.tally, balance)
+            else:
+                tallied_at_once(counted, self.tally, balance)
         return out + shared[0] if shared else out
 
     def _within_capacity(
@@ -179,7 +183,8 @@ class MoE(nn.Module):
             return routing, counted + _dropped(routing, self.num_experts)
         routing = without(routing, padding, self.num_experts)
         served = (routing.experts < self.num_experts).sum()
-        capacity = (served * (factor / self.num_experts)).ceil()
+        # as the host does above, in float64: a float32 rounds an integer up
+        capacity = (factor * (served.double() / self.num_experts)).ceil()
         kept = within_capacity(routing, self.num_experts, capacity, self.drop_by_weight)
         of_padding = _dropped(routing, self.num_experts)
         return kept, counted + _dropped(kept, self.num_experts) - of_padding
@@ -235,9 +240,13 @@ class MoE(nn.Module):
         )
 
     def load(self, sums: Tensor) -> dict[str, Tensor]:
-        """Let the router learn from the sums of a step over all ranks; returns statistics, [] each."""
+        """Let the router learn from the sums of a step over all ranks; returns statistics, [] each.
+
+        One whose weight is frozen learns nothing.
+        """
         load = Load.of(sums)
-        self.router.learn(load)
+        if self.router.weight.requires_grad:
+            self.router.learn(load)
         return load.statistics() | dict(self.router.statistics())
 
 
