@@ -9,7 +9,6 @@ from forge_interp.analysis.similarity import (
     linear_cka,
     mean_cca,
     procrustes,
-    pwcca,
     svcca,
 )  # fmt: skip
 from forge_interp.attention.call import AttentionCall
@@ -39,6 +38,6 @@ __all__ = [
     "attribution_patching", "canonical_correlations", "canonical_sites", "capture", "compare_layers",
     "contrastive_vectors", "control_task", "each_attention", "edit", "extract_representations",
     "finish_extraction", "head_scores", "linear_cka", "logit_lens", "mean_cca", "patch", "path_patching",
-    "probe_layers", "procrustes", "pwcca", "read_lens", "record", "resolve", "site_means", "steer",
+    "probe_layers", "procrustes", "read_lens", "record", "resolve", "site_means", "steer",
     "strength_sweep", "svcca", "top_examples", "training_dynamics",
 ]  # fmt: skip
