@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ from forge_interp.errors import InterpError
 from forge_interp.extraction.extract import extract_representations
 from forge_interp.extraction.store import ActivationStore
 from forge_interp.hooks.capture import capture
-from forge_interp.hooks.engine.offload import Offload
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -301,7 +299,7 @@ def test_extract_refuses_rows_whose_shape_changes(tmp_path: Path):
         extract_representations(Decoder(), samples, "blocks.0:attn.pattern", tmp_path / "a", batch_size=2)
 
 
-@pytest.mark.parametrize("name", ["acts.npz", "acts.npy", "acts.zarr", "acts.safetensors"])
+@pytest.mark.parametrize("name", ["acts.npz", "acts.npy"])
 def test_extract_says_how_other_formats_are_made(tmp_path: Path, name: str):
     with pytest.raises(InterpError, match=r"expected a folder: extract to 'acts', and call \.export\("):
         extract_representations(Decoder(), torch.randint(50, (3, 4)), SITES, tmp_path / name)
@@ -611,28 +609,6 @@ def test_extract_says_what_was_captured_nowhere(tmp_path: Path):
         extract_representations(
             model, ids, "blocks.1", tmp_path / "a", forward=skips, batch_size=2, pool="mean"
         )
-
-
-def test_extract_waits_for_values_that_are_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ids, late = torch.randint(50, (7, 4)), []
-
-    def a_part(model: nn.Module, batch: Tensor) -> None:
-        model.blocks[0](model.embed(batch), None)
-
-    def send(self: Offload, value: Tensor, deliver: Callable[[Tensor], None]) -> None:
-        late.append((value.clone(), deliver))
-
-    def wait(self: Offload) -> None:
-        while late:
-            value, deliver = late.pop(0)
-            deliver(value)
-
-    call = {"sites": "blocks.0", "forward": a_part, "batch_size": 3}
-    expected = extract_representations(Decoder(), ids, out=tmp_path / "a", **call)
-    monkeypatch.setattr(Offload, "send", send)  # as from a GPU
-    monkeypatch.setattr(Offload, "wait", wait)
-    found = extract_representations(Decoder(), ids, out=tmp_path / "b", **call)
-    assert torch.equal(found["blocks.0"], expected["blocks.0"])
 
 
 @pytest.mark.parametrize("out", ["acts", None])

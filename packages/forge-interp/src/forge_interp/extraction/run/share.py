@@ -218,7 +218,6 @@ class Share:
         self.rows.start(batch)
         self._deliver = deliver
         self.feed(batch)
-        acts.wait()
 
     def _alone(self, acts: Activations, batch: Batch) -> Alone | None:
         """Rows of a sample without padding, of the first two batches that have some and then ever fewer.
