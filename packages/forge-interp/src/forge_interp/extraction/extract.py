@@ -12,7 +12,7 @@ from torch import nn
 from forge_interp.errors import InterpError, check_kind
 from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.run.feeding import Feeder, Forward, rows_of_others
-from forge_interp.extraction.run.identity import machine_of, model_identity, names_of, numerics
+from forge_interp.extraction.run.identity import model_identity, names_of, numerics
 from forge_interp.extraction.run.parts import dtype_name
 from forge_interp.extraction.run.processes import Processes
 from forge_interp.extraction.run.rows import Pool, RowMaker
@@ -115,7 +115,6 @@ def extract_representations(
         "dataset": source.fingerprint(),
         "parts": source.num_parts,
         "versions": {"torch": torch.__version__},
-        "machine": machine_of(model),
         "numerics": numerics(),
         "select": names_of(chosen) or None,
         "pool": names_of(pool),
@@ -125,7 +124,9 @@ def extract_representations(
         "keep": kept,
         "where": where,
     }
-    if share.to_disk(Parts(folder, request | (share.outputs() if identity is None else {})), resume):
+    if share.to_disk(
+        Parts(folder, request | ({"outputs": share.outputs()} if identity is None else {})), resume
+    ):
         warnings.warn(
             f"{folder} was there, made by the same call: it is returned, of the batches nothing ran again "
             "but the first and the last, to compare; resume=False makes it anew",

@@ -10,7 +10,6 @@ import functools
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ def is_distributed(model: nn.Module) -> bool:
 
 
 def digest(rows: Tensor) -> dict[str, Any]:
-    """A checksum of all bits of rows, and of 32 groups of them what rounding changes little.
+    """Of 32 groups of rows what rounding changes little.
 
     Group g has the rows g, g + 32, ...; it has its norm, and its sum with fixed signs of rows and columns, so
     that their order counts.
@@ -82,7 +81,6 @@ def digest(rows: Tensor) -> dict[str, Any]:
         norms.append(part.norm().item())
         sums.append((of_rows[group::_NUM_GROUPS] @ part @ of_columns).item())
     return {
-        "crc": f"{zlib.crc32(as_bytes(rows)):08x}",
         "dtype": dtype_name(rows.dtype),
         "shape": list(rows.shape),
         "not_finite": int((~flat.isfinite()).sum()),
@@ -97,7 +95,7 @@ def _signs(size: int) -> Tensor:
 
 
 def is_same_but_for_rounding(first: Any, second: Any) -> bool:
-    """Whether outputs, digests by site, can be those of one model on two machines."""
+    """Whether outputs, digests by site, can be those of one model."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping) or first.keys() != second.keys():
         return first == second
     if "sums" not in first:
@@ -119,17 +117,6 @@ def numerics() -> dict[str, Any]:
         "autocast": {kind: str(torch.get_autocast_dtype(kind)) for kind in kinds},
         "matmul_precision": torch.get_float32_matmul_precision(),
     }
-
-
-def machine_of(model: nn.Module) -> str:
-    """What computes the model: between two of the same, all bits of its outputs are the same."""
-    device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.*)$", info.read_text() if info.exists() else "", re.MULTILINE)
-    processor = found[1] if found else torch.backends.cpu.get_cpu_capability()
-    return f"{processor}, {torch.get_num_threads()} threads"
 
 
 def _checksum(tensor: Tensor) -> bytes:
