@@ -134,12 +134,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from _plain(getattr(tensor, name))
     elif tensor.is_quantized:
-        is_whole = tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
-        yield tensor.int_repr()
-        if is_whole:
-            yield torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64)
-        else:
-            yield from (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
+        yield tensor.dequantize()
     elif not tensor.is_meta:
         yield tensor if tensor.layout is torch.strided else tensor.to_dense()
 
