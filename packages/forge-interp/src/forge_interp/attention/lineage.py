@@ -165,6 +165,8 @@ class Lineage:
     def repeats(self, values: Tensor) -> int:
         """How many times keys or values were repeated for the heads, and not changed in place since."""
         times, version = self._repeats.get(values) or (1, None)
+        if times == 1:
+            return 1
         if version is not None:
             return times if version == _version(values) else 1
         return times if torch.equal(values, values[:, ::times].repeat_interleave(times, 1)) else 1
