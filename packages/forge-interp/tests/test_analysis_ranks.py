@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.similarity import linear_cka, pwcca
+from forge_interp.analysis.similarity import linear_cka, mean_cca
 from forks import Forks
 from torch import distributed
 
@@ -55,7 +55,7 @@ def test_all_reduce_over_two_ranks_equals_one_process(folder, case, rank):
     whole = accumulate(slice(None))
     moments = Moments(WIDTHS).load_state(torch.load(folder / f"{case}.{rank}.pt"))
     assert moments.count == 120
-    for measure in (linear_cka, pwcca):
+    for measure in (linear_cka, mean_cca):
         np.testing.assert_allclose(measure(moments).values, measure(whole).values, atol=1e-10)
     torch.testing.assert_close(moments.mean("y"), whole.mean("y"), rtol=1e-14, atol=0)
 

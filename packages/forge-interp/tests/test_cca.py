@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.analysis.accumulate import Moments
-from forge_interp.analysis.similarity import canonical_correlations, mean_cca, procrustes, pwcca, svcca
+from forge_interp.analysis.similarity import canonical_correlations, mean_cca, procrustes, svcca
 from forge_interp.errors import InterpError
 
 
@@ -74,23 +74,6 @@ def test_svcca_and_procrustes_do_not_change_under_rotation_and_scale():
         np.testing.assert_allclose(after, before, atol=1e-8)
 
 
-def test_pwcca_equals_the_definition_on_samples():
-    layers = make_layers()
-    x, y = (a - a.mean(0) for a in layers.values())
-    qx, qy = torch.linalg.qr(x).Q, torch.linalg.qr(y).Q
-    u, rho, _ = torch.linalg.svd(qx.T @ qy, full_matrices=False)
-    weights = ((qx @ u).T @ x).abs().sum(1)
-    found = pwcca(Moments.of(layers)).values[0, 1]
-    assert found == pytest.approx(((weights * rho).sum() / weights.sum()).item(), abs=1e-10)
-
-
-def test_pwcca_does_not_change_under_an_affine_map_of_the_column_layer():
-    layers = make_layers()
-    moved = {**layers, "y": affine(layers["y"])}
-    before, after = (pwcca(Moments.of(each)).values[0, 1] for each in (layers, moved))
-    assert after == pytest.approx(before, abs=1e-8)
-
-
 def test_procrustes_equals_the_best_rotation():
     scipy_linalg = pytest.importorskip("scipy.linalg")
     layers = make_layers()
@@ -104,7 +87,7 @@ def test_procrustes_equals_the_best_rotation():
 def test_measures_are_one_for_a_layer_and_its_image():
     layers = make_layers()
     moments = Moments.of({"x": layers["x"], "rotated": layers["x"] @ orthogonal(8)})
-    for measure in (mean_cca, svcca, pwcca, procrustes):
+    for measure in (mean_cca, svcca, procrustes):
         np.testing.assert_allclose(measure(moments).values, 1, atol=1e-8)
 
 
@@ -128,7 +111,7 @@ def test_measures_refuse_bad_options_and_constant_layers():
 @pytest.mark.parametrize("constant", [1.0, 0.1, 1e6 + 0.1])
 def test_measures_refuse_a_layer_that_is_constant_up_to_rounding(constant):
     layers = {"x": torch.randn(101, 3), "c": torch.full((101, 2), constant, dtype=torch.float64)}
-    for measure in (mean_cca, svcca, pwcca, procrustes):
+    for measure in (mean_cca, svcca, procrustes):
         with pytest.raises(InterpError, match="never varies"):
             measure(Moments.of(layers))
 
@@ -163,7 +146,7 @@ def test_canonical_correlations_with_a_ridge_equal_the_penalized_form():
 def test_measures_do_not_change_with_a_large_mean():
     layers = make_layers()
     moved = {name: x + 1e5 for name, x in layers.items()}
-    for measure in (mean_cca, svcca, pwcca, procrustes):
+    for measure in (mean_cca, svcca, procrustes):
         before, after = (measure(Moments.of(each)).values for each in (layers, moved))
         np.testing.assert_allclose(after, before, atol=1e-7)
 

@@ -136,8 +136,6 @@ def test_edits_follow_the_value_to_its_device_and_dtype():
 def test_ablate_zeroes_means_and_resamples(model, x):
     value = model[1](model[0](x))
     assert torch.equal(run(model, x, {"1": ablate()}), model[2](torch.zeros_like(value)))
-    mean = value.mean((0, 1)).expand_as(value)
-    torch.testing.assert_close(run(model, x, {"1": ablate("mean")}), model[2](mean))
     given = torch.arange(8.0)
     torch.testing.assert_close(
         run(model, x, {"1": ablate("mean", mean=given)}), model[2](given.expand_as(value))
@@ -149,68 +147,27 @@ def test_ablate_zeroes_means_and_resamples(model, x):
     assert all(i != j for i, j in enumerate(taken))
 
 
-def test_ablate_takes_the_mean_of_each_head_and_channel(x):
-    """Over batch and positions, and of nothing else: a head or a channel keeps its own mean."""
+def test_ablate_puts_in_the_mean_of_each_head_and_channel(x):
+    """That of `site_means`, over batch and positions; of patterns over the batch: positions stay apart."""
     attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
-    with torch.no_grad(), capture(attention, [":attn.z", ":attn.pattern"]) as plain:
-        attention(x, x, x, need_weights=False)
+    inputs = {"query": x, "key": x, "value": x, "need_weights": False}
+    sites = [":attn.z", ":attn.pattern"]
+    with torch.no_grad(), capture(attention, sites) as plain:
+        attention(**inputs)
+    means = site_means(attention, [inputs], sites)
     for where, heads in [(None, [0, 1]), ((slice(None), 1), [1])]:
-        edits = {":attn.z": ablate("mean", where), ":attn.pattern": ablate("mean", where)}
-        with (
-            torch.no_grad(),
-            edit(attention, edits),
-            capture(attention, [":attn.z", ":attn.pattern"]) as acts,
-        ):
-            attention(x, x, x, need_weights=False)
-        pattern = plain[":attn.pattern"].clone()
-        pattern[:, heads] = plain[":attn.pattern"].mean(0, keepdim=True)[:, heads]  # positions stay apart
-        torch.testing.assert_close(acts[":attn.pattern"], pattern)
-        edits = {":attn.z": ablate("mean", where)}
-        with torch.no_grad(), edit(attention, edits), capture(attention, ":attn.z") as acts:
-            attention(x, x, x, need_weights=False)
-        z = plain[":attn.z"].clone()
-        z[:, heads] = plain[":attn.z"].mean((0, 2), keepdim=True).expand_as(z)[:, heads]
-        torch.testing.assert_close(acts[":attn.z"], z)
+        for site, dims in ((":attn.z", (0, 2)), (":attn.pattern", 0)):
+            edits = {site: ablate("mean", where, mean=means)}
+            with torch.no_grad(), edit(attention, edits), capture(attention, site) as acts:
+                attention(**inputs)
+            expected = plain[site].clone()
+            expected[:, heads] = plain[site].mean(dims, keepdim=True).expand_as(expected)[:, heads]
+            torch.testing.assert_close(acts[site], expected)
 
 
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(9, 4)
-        self.block = nn.Identity()
-
-    def forward(self, tokens, attention_mask=None):
-        return self.block(self.embed(tokens))
-
-
-@pytest.mark.parametrize("how", ["keyword", "position", "keep"])
-def test_ablate_leaves_padding_out_of_the_mean(how):
-    model, tokens = Masked(), torch.arange(8).view(2, 4)
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    ablation = ablate("mean", keep=mask.bool() if how == "keep" else None)
-    with torch.no_grad(), edit(model, {"block": ablation}):
-        got = {
-            "keyword": lambda: model(tokens, attention_mask=mask),
-            "position": lambda: model(tokens, mask),
-            "keep": lambda: model(tokens),
-        }[how]()
-    torch.testing.assert_close(got, model.embed(tokens)[mask.bool()].mean(0).expand(2, 4, 4))
-
-
-def test_ablate_refuses_a_mask_that_does_not_fit():
-    with pytest.raises(InterpError, match=r"keep is \[2, 3\]; expected \[2, 4\]"):
-        ablate("mean", keep=torch.ones(2, 3))(torch.zeros(2, 4, 5))
-    model, mask = Masked(), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    with pytest.raises(InterpError, match="attention_mask is"), edit(model, {"block": ablate("mean")}):
-        model(torch.zeros(2, 4, dtype=torch.long), mask)
-
-
-def test_ablate_asks_where_channels_are_when_it_cannot_know():
-    image = torch.randn(2, 3, 4, 5)
-    with pytest.raises(InterpError, match="over="):
-        ablate("mean")(image)
-    expected = image.mean((0, 2, 3), keepdim=True).expand_as(image)
-    torch.testing.assert_close(ablate("mean", over=(0, 2, 3))(image), expected)
+def test_ablate_asks_for_the_mean():
+    with pytest.raises(InterpError, match=r"mean is None; expected a tensor, or what site_means"):
+        ablate("mean")
 
 
 def test_ablate_takes_means_over_a_data_set_by_site(model, x):
@@ -247,31 +204,6 @@ def test_means_over_a_data_set_leave_out_the_padding_that_the_attention_mask_of_
     torch.testing.assert_close(site_means(Model(), [{"x": x}], "")[":out"], 2 * x.mean((0, 1)))
     with pytest.raises(InterpError, match="a mask for each"):
         site_means(Model(), [x, x], "", keep=[keep])
-
-
-@pytest.mark.parametrize(
-    ("where", "mean"),
-    [
-        ((..., 5), lambda v: v[..., 5].mean()),
-        ((..., -1), lambda v: v[..., -1].mean()),
-        ((slice(None), -1), lambda v: v[:, -1].mean(0)),
-        ((slice(None), slice(1, 3)), lambda v: v[:, 1:3].mean((0, 1))),
-        ((0, -1), lambda v: v[0, -1]),
-        (1, lambda v: v[1].mean(0)),
-        (torch.tensor([0, 2]), lambda v: v[[0, 2]].mean((0, 1))),
-    ],
-)
-def test_ablate_takes_the_mean_over_all_but_the_last_dim_of_what_is_picked(where, mean):
-    value = torch.randn(3, 5, 8)
-    expected = value.clone()
-    expected[where] = mean(value)
-    torch.testing.assert_close(ablate("mean", where)(value), expected)
-
-
-def test_ablate_takes_the_mean_of_one_vector():
-    value = torch.randn(8)
-    assert torch.equal(ablate("mean")(value), value)
-    assert not torch.equal(ablate("mean", 3, mean=torch.zeros(()))(value), value)
 
 
 def test_ablate_raises_when_the_way_is_unknown_or_there_is_nobody_to_resample_from(model, x):
@@ -385,10 +317,3 @@ def test_patch_takes_a_number(model, x):
     with torch.no_grad(), capture(model, "0") as acts, edit(model, {"0": patch(2.0)}):
         model(x)
     assert (acts["0"] == 2.0).all()
-
-
-@pytest.mark.parametrize("mean", [torch.zeros(8), {"fc1": torch.zeros(8)}], ids=["tensor", "by-site"])
-@pytest.mark.parametrize("other", [{"keep": torch.ones(2, 3)}, {"over": (0,)}], ids=["keep", "over"])
-def test_ablate_refuses_to_average_beside_a_mean_that_is_given(mean, other):
-    with pytest.raises(InterpError, match="averages nothing"):
-        ablate("mean", mean=mean, **other)

@@ -37,8 +37,7 @@ for size in [2, *map(int, sizes)]:
     store = extract_representations(model, ids, sites, f"{folder}/acts", batch_size=32)
     written = resident("VmHWM") - before
     read = sum(value.nbytes for batch in store.batches(512) for value in batch.values())
-    for suffix in (".npz", ".safetensors"):
-        store.export(f"{folder}/acts{suffix}")
+    store.export(f"{folder}/acts.npz")
     print(json.dumps([size, read, written, resident("VmHWM") - before]))
     shutil.rmtree(store.path)
 """

@@ -169,7 +169,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_other_rows_of_another_machine_are_noticed(dtype: torch.dtype, other: str):
+def test_other_rows_are_noticed(dtype: torch.dtype, other: str):
     rows = torch.randn(300, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     first, changed = digests(rows.to(dtype)), digests(OTHERS[other](rows).to(dtype))
     assert not is_same_but_for_rounding(first, changed) and not is_same_but_for_rounding(changed, first)
@@ -190,11 +190,10 @@ def test_rows_of_another_machine_are_the_same_but_for_rounding(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("change", ["autocast", "precision"])
-def test_extract_does_not_mix_rows_of_other_numerics_on_two_machines(
+def test_extract_does_not_mix_rows_of_other_numerics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ):
     extract(tmp_path / "a", reader(tmp_path), dtype=torch.bfloat16)
-    monkeypatch.setattr("forge_interp.extraction.extract.machine_of", lambda model: "another")
     if change == "precision":
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     with (
@@ -204,22 +203,17 @@ def test_extract_does_not_mix_rows_of_other_numerics_on_two_machines(
         extract(tmp_path / "a", reader(tmp_path), dtype=torch.bfloat16)
 
 
-def test_extract_compares_bits_on_one_machine_and_numbers_on_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_extract_allows_rounding_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     extract(tmp_path / "a", reader(tmp_path))
     monkeypatch.setitem(TABLE, "factor", 1 + 1e-6)
-    with pytest.raises(InterpError, match="other rows of batch 0 at out:out"):
-        extract(tmp_path / "a", reader(tmp_path))
-    monkeypatch.setattr("forge_interp.extraction.extract.machine_of", lambda model: "another")
     with pytest.warns(UserWarning, match="was there"):
         extract(tmp_path / "a", reader(tmp_path))
-    monkeypatch.setitem(TABLE, "factor", 1.1)
+    monkeypatch.setitem(TABLE, "factor", 1.001)
     with pytest.raises(InterpError, match="other rows of batch 0 at out:out"):
         extract(tmp_path / "a", reader(tmp_path))
 
 
-def test_extract_allows_rounding_on_one_machine_where_a_batch_has_other_bits_each_time(tmp_path: Path):
+def test_extract_allows_rounding_where_a_batch_has_other_bits_each_time(tmp_path: Path):
     """As with atomic additions on a GPU, whose order is that of no two runs."""
     calls: list[None] = []
 

@@ -1,4 +1,4 @@
-"""Means that `ablate("mean")` and `site_means` take: over which places, and without padding."""
+"""Means that `site_means` takes: over which places, and without padding."""
 
 import pytest
 import torch
@@ -24,19 +24,16 @@ class Flat(nn.Module):
 MASK = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]])
 
 
-@pytest.mark.parametrize("how", ["ablate", "site_means"])
-def test_means_of_values_with_batch_and_positions_in_one_dimension_leave_out_what_keep_says(how):
+def test_means_of_values_with_batch_and_positions_in_one_dimension_leave_out_what_keep_says():
     torch.manual_seed(0)
     model, ids = Flat(), torch.randint(9, (2, 5))
     inputs = {"input_ids": ids, "attention_mask": MASK}
     plain = model(**inputs)
     expected = plain[MASK.bool()].mean(0)
-    if how == "ablate":
-        got = run_named(model, inputs, {"experts": ablate("mean", keep=MASK.flatten())})
-        torch.testing.assert_close(got, expected.expand_as(got))
-    else:
-        means = site_means(model, [inputs], "experts", keep=[MASK.flatten()])
-        torch.testing.assert_close(means["experts:out"], expected)
+    means = site_means(model, [inputs], "experts", keep=[MASK.flatten()])
+    torch.testing.assert_close(means["experts:out"], expected)
+    got = run_named(model, inputs, {"experts": ablate("mean", mean=means)})
+    torch.testing.assert_close(got, expected.expand_as(got))
     assert not torch.allclose(expected, plain.mean((0, 1)))
 
 
@@ -52,21 +49,16 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("how", ["ablate", "site_means", "keep"])
+@pytest.mark.parametrize("how", ["attention_mask", "keep"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_means_are_refused_where_it_is_unknown_which_rows_are_padding(rows, how):
     model, ids = Flat(ROWS[rows]), torch.randint(9, (2, 5))
     inputs = {"input_ids": ids, "attention_mask": MASK}
     with pytest.raises(InterpError, match=r"value \[\d+, 4\].*unknown which rows are padding"):
-        if how == "site_means":
-            site_means(model, [inputs], "experts")
-        else:
-            run_named(model, inputs, {"experts": ablate("mean", keep=MASK if how == "keep" else None)})
+        site_means(model, [inputs], "experts", keep=[MASK] if how == "keep" else None)
     full = inputs | {"attention_mask": torch.ones(2, 5)}
     expected = model(**full).mean(0)
     torch.testing.assert_close(site_means(model, [full], "experts")["experts:out"], expected)
-    got = run_named(model, full, {"experts": ablate("mean")})
-    torch.testing.assert_close(got, expected.expand_as(got))
 
 
 def test_means_leave_padding_out_of_the_experts_of_a_mixtral():
@@ -102,7 +94,8 @@ def test_means_of_attention_without_a_batch_are_of_each_head():
 
     q = torch.randn(3, 5, 8)
     plain = Heads()(q)
-    got = run_named(Heads(), {"q": q}, {":attn.z": ablate("mean")})
+    means = site_means(Heads(), [{"q": q}], ":attn.z")
+    got = run_named(Heads(), {"q": q}, {":attn.z": ablate("mean", mean=means)})
     torch.testing.assert_close(got, plain.mean(1, keepdim=True).expand_as(plain))
     with pytest.raises(InterpError, match="padding"):
-        run_named(Heads(), {"q": q, "attention_mask": MASK}, {":attn.z": ablate("mean")})
+        site_means(Heads(), [{"q": q, "attention_mask": MASK}], ":attn.z")

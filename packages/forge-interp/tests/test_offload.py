@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 def test_copy_on_the_same_device_owns_its_memory():
     value = torch.arange(12.0).view(3, 4).t()
-    copy = Offload("cpu", 1).copy(value)
+    copy = Offload("cpu").copy(value)
     value.zero_()
     assert copy.is_contiguous()
     assert copy.sum() == 66
@@ -16,7 +16,7 @@ def test_copy_on_the_same_device_owns_its_memory():
 
 def test_copy_keeps_a_sparse_layout():
     value = torch.eye(3).to_sparse()
-    copy = Offload(None, 1).copy(value)
+    copy = Offload(None).copy(value)
     assert copy.layout == torch.sparse_coo
     assert torch.equal(copy.to_dense(), torch.eye(3))
 
@@ -24,7 +24,7 @@ def test_copy_keeps_a_sparse_layout():
 def test_send_delivers_the_value_itself_when_it_is_there_already():
     given = []
     value = torch.ones(2)
-    Offload(None, 1).send(value, given.append)
+    Offload(None).send(value, given.append)
     assert given[0] is value
 
 
@@ -43,7 +43,7 @@ def test_copy_and_send_move_to_other_devices(target, device, expected):
     given = []
     with FakeTensorMode():
         value = torch.empty(2, device=device)
-        offload = Offload(target, 1)
+        offload = Offload(target)
         assert offload.copy(value).device == torch.device(expected)
         offload.send(value, given.append)
     assert given[0].device == torch.device(expected)
@@ -52,12 +52,11 @@ def test_copy_and_send_move_to_other_devices(target, device, expected):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("budget", [1, 1 << 12, 1 << 30])
-def test_capture_from_a_gpu_equals_one_on_it(budget):
+def test_capture_from_a_gpu_equals_one_on_it():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True)) for _ in range(6))).cuda()
     x = torch.randn(1000, 64, device="cuda")
-    with capture(model, "**") as here, capture(model, "**", device="cpu", max_inflight_bytes=budget) as there:
+    with capture(model, "**") as here, capture(model, "**", device="cpu") as there:
         model(x)
     for key, value in here.items():
         assert there[key].is_pinned()
@@ -69,41 +68,19 @@ def test_capture_from_a_gpu_equals_one_on_it(budget):
     assert all(torch.equal(sunk[key], value.cpu()) for key, value in here.items())
 
 
-class Slow(Offload):
-    """As from a GPU: what is sent arrives when somebody waits for it."""
-
-    def __init__(self, device, max_inflight_bytes):
-        super().__init__(device, max_inflight_bytes)
-        self._sent = []
-
-    def send(self, value, deliver):
-        self._sent.append((value.clone(), deliver))
-
-    def wait(self):
-        for value, deliver in self._sent:
-            deliver(value)
-        self._sent.clear()
-
-
-def test_a_sink_has_all_values_when_the_forward_pass_returns(monkeypatch):
-    monkeypatch.setattr("forge_interp.hooks.capture.Offload", Slow)
+def test_a_sink_has_all_values_when_the_forward_pass_returns():
     model, x, sunk = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), torch.randn(3, 4), {}
-    with capture(model, ["0", "1", "", ":in"], sink=sunk.__setitem__) as acts:
+
+    def sink(key, value):
+        sunk[key] = value.clone()
+
+    with capture(model, ["0", "1", "", ":in"], sink=sink) as acts:
         out = model(x)
         assert list(sunk) == [":in", "0:out", "1:out", ":out"]
         assert acts.fired == set(sunk)
         assert torch.equal(sunk[":out"], out)
         assert torch.equal(sunk["0:out"], model[0](x))
-    with capture(model, "0", stop=True, sink=sunk.__setitem__):
+    with capture(model, "0", stop=True, sink=sink):
         sunk.clear()
         model(x)
         assert list(sunk) == ["0:out"]
-    with capture(model, "0", sink=sunk.__setitem__) as acts:
-        sunk.clear()
-        model[0](x)
-        assert sunk == {}
-        acts.wait()
-        assert list(sunk) == ["0:out"]
-        sunk.clear()
-        model[0](x)
-    assert list(sunk) == ["0:out#1"]

@@ -33,7 +33,7 @@ import sys
 class OnlyWhatItNeeds:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        others = ("transformers", "sklearn", "scipy", "matplotlib", "zarr", "datasets", "tqdm", "pandas")
+        others = ("transformers", "sklearn", "scipy", "matplotlib", "datasets", "tqdm", "pandas")
         if top in others or (top.startswith("forge_") and top != "forge_interp"):
             raise ModuleNotFoundError(f"{name}: not a dependency of forge-interp", name=name)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forge_interp.errors import InterpError, optional
+from forge_interp.errors import optional
 from forge_interp.hooks.capture import Select, capture
 from forge_interp.hooks.sites import BySite
 from forge_interp.model_inputs import Inputs, call_model
@@ -39,23 +39,6 @@ class Recording(BySite):
         """The values that `names` knows, new name to site, under their new names; see `canonical_sites`."""
         found = {name: self[site] for name, site in names.items() if site in self}
         return Recording(found, self.output, self.skipped)
-
-    @staticmethod
-    def concatenate(recordings: Sequence[Recording]) -> Recording:
-        """All samples of several recordings of the same sites, dim 0 after dim 0; the outputs as a list."""
-        sites = [list(recording) for recording in recordings]
-        if not sites or any(one != sites[0] for one in sites):
-            raise InterpError("recordings of different sites; expected at least one, and the same in each")
-        values = {}
-        for site in sites[0]:
-            parts = [recording[site] for recording in recordings]
-            shapes = {tuple(part.shape[1:]) for part in parts}
-            if len(shapes) > 1 or not parts[0].ndim:
-                raise InterpError(
-                    f"{site!r} has shapes {sorted(shapes)} beyond the batch; expected one: pad alike"
-                )
-            values[site] = torch.cat(parts)
-        return Recording(values, [recording.output for recording in recordings], recordings[0].skipped)
 
     def to_xarray(self) -> Any:
         """An `xarray.Dataset`, a variable a site; needs xarray. bfloat16 becomes float32, which holds it.

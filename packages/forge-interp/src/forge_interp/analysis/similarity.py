@@ -18,7 +18,6 @@ from forge_interp.analysis.arrays import ROUNDING, Array, as_matrix, check_finit
 from forge_interp.errors import InterpError
 
 _RELATIVE_RANK = 1e-10
-_BLOCK_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def canonical_correlations(
     Source: Hotelling 1936, Biometrika 28:321.
     """
     left, right = _whiten(moments, first, keep, ridge), _whiten(moments, second, keep, ridge)
-    return _align(moments, first, second, left, right)[1].cpu().numpy()
+    return _correlations(moments, first, second, left, right).cpu().numpy()
 
 
 def mean_cca(moments: Moments, *, ridge: float = 0.0) -> LayerSimilarity:
@@ -122,37 +121,9 @@ def svcca(moments: Moments, *, keep: float = 0.99, ridge: float = 0.0) -> LayerS
     sides = _whiten_all(moments, keep, ridge)
 
     def score(row: str, column: str) -> float:
-        return _align(moments, row, column, sides[row], sides[column])[1].mean().item()
+        return _correlations(moments, row, column, sides[row], sides[column]).mean().item()
 
     return over_pairs(moments, f"SVCCA ({keep:g} of variance)", score)
-
-
-def pwcca(
-    moments: Moments,
-    *,
-    keep: float = 1.0,
-    ridge: float = 0.0,
-    rotations: Mapping[str, Tensor] | None = None,
-) -> LayerSimilarity:
-    """Projection-weighted CCA of every layer pair: sum_i a_i rho_i / sum_i a_i, a_i = sum_j |<h_i, x_j>|.
-
-    h_i is the i-th canonical variate of the row layer X and x_j its j-th centred feature: directions that
-    carry much of X weigh more. So it is not symmetric, and changes under a rotation of X but under no
-    invertible affine map of Y. For `keep` and `ridge` see `canonical_correlations`; `rotations` are of layers
-    that were rotated before, [d, k]: their features are those times its transpose.
-
-    Source: Morcos et al. 2018, arXiv:1806.05759.
-    """
-    sides = _whiten_all(moments, keep, ridge)
-
-    def score(row: str, column: str) -> float:
-        left, rho = _align(moments, row, column, sides[row], sides[column])
-        variates = left.T @ sides[row].T @ moments.comoment(row, row)
-        features = variates @ rotations[row].T if rotations and row in rotations else variates
-        weights = features.abs().sum(1)
-        return (weights @ rho / weights.sum()).item()
-
-    return over_pairs(moments, "PWCCA", score)
 
 
 def procrustes(moments: Moments) -> LayerSimilarity:
@@ -176,10 +147,9 @@ def procrustes(moments: Moments) -> LayerSimilarity:
     return over_pairs(moments, "Procrustes similarity", score)
 
 
-def _align(moments: Moments, first: str, second: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """[k_x, r] directions of whitened X and their [r] canonical correlations."""
-    u, rho, _ = torch.linalg.svd(left.T @ moments.comoment(first, second) @ right, full_matrices=False)
-    return u, rho.clamp(max=1.0)
+def _correlations(moments: Moments, first: str, second: str, left: Tensor, right: Tensor) -> Tensor:
+    """[r] canonical correlations of two layers whose whitening maps are `left` and `right`."""
+    return torch.linalg.svdvals(left.T @ moments.comoment(first, second) @ right).clamp(max=1.0)
 
 
 def _whiten_all(moments: Moments, keep: float, ridge: float) -> dict[str, Tensor]:
@@ -205,7 +175,6 @@ MEASURES: Mapping[str, Callable[[Moments], LayerSimilarity]] = {
     "cka_biased": lambda moments: linear_cka(moments, debiased=False),
     "mean_cca": mean_cca,
     "svcca": svcca,
-    "pwcca": pwcca,
     "procrustes": procrustes,
 }
 
@@ -215,8 +184,6 @@ def compare_layers(
     second: Mapping[str, Array] | None = None,
     *,
     measure: str = "cka",
-    project: int | None = None,
-    seed: int = 0,
 ) -> LayerSimilarity:
     """Compare every layer of one model with every layer of another (or of itself), from whole arrays.
 
@@ -225,34 +192,17 @@ def compare_layers(
     into the n dimensions that its samples span, which changes no measure: costs go with min(n, d).
 
     `first` and `second` (default `first`) are {layer: [n, d]}, rows and columns of the result, with the same
-    samples in the same order. `measure` is "cka" (debiased), "cka_biased", "mean_cca", "svcca", "pwcca" or
-    "procrustes". `project` brings wider layers to this many random directions of `seed` first: an inner
-    product of two samples is then off by about their norms' product / sqrt(project).
+    samples in the same order. `measure` is "cka" (debiased), "cka_biased", "mean_cca", "svcca" or
+    "procrustes".
     """
     if measure not in MEASURES:
         raise InterpError(f"measure is {measure!r}; expected one of {list(MEASURES)}")
     left = {f"0/{name}": array for name, array in first.items()}
     right = left if second is None else {f"1/{name}": array for name, array in second.items()}
     layers: dict[str, Tensor] = {}
-    rotations: dict[str, Tensor] = {}
     for name, array in {**left, **right}.items():
         x = as_matrix(array, name[2:])
         check_finite(x, name[2:])
-        if project is not None and x.shape[1] > project:
-            x = _projected(x, project, seed)
-        if x.shape[1] > x.shape[0]:
-            rotations[name], triangle = torch.linalg.qr(x.T)
-            x = triangle.T
-        layers[name] = x
-    moments = Moments.of(layers, between=(left, right))
-    found = pwcca(moments, rotations=rotations) if measure == "pwcca" else MEASURES[measure](moments)
+        layers[name] = torch.linalg.qr(x.T, mode="r").R.T if x.shape[1] > x.shape[0] else x
+    found = MEASURES[measure](Moments.of(layers, between=(left, right)))
     return LayerSimilarity(found.values, tuple(first), tuple(second or first), found.measure)
-
-
-def _projected(x: Tensor, width: int, seed: int) -> Tensor:
-    """[n, width] products with random normal directions; inner products of rows are kept in expectation."""
-    random = torch.Generator().manual_seed(seed)
-    out = x.new_zeros(x.shape[0], width)
-    for part in x.split(_BLOCK_ROWS, dim=1):
-        out += part @ torch.randn(part.shape[1], width, generator=random, dtype=x.dtype).to(x.device)
-    return out / width**0.5

@@ -12,7 +12,7 @@ from torch import nn
 from forge_interp.errors import InterpError, check_kind
 from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.run.feeding import Feeder, Forward, rows_of_others
-from forge_interp.extraction.run.identity import machine_of, model_identity, names_of, numerics
+from forge_interp.extraction.run.identity import model_identity, names_of, numerics
 from forge_interp.extraction.run.parts import dtype_name
 from forge_interp.extraction.run.processes import Processes
 from forge_interp.extraction.run.rows import Pool, RowMaker
@@ -39,7 +39,6 @@ def extract_representations(
     rank: int | None = None,
     world_size: int | None = None,
     group: Any = None,
-    writes: bool = True,
     identity: str | None = None,
     resume: bool = True,
     progress: bool = True,
@@ -73,7 +72,6 @@ def extract_representations(
         world_size: how many processes share the parts. The output does not depend on it.
         group: processes that wait for each other at the end; default: all, when torch.distributed gave the
             rank or the model is sharded. Without a group, whoever ends last writes the index.
-        writes: False on processes that share a model and a `rank` with one that writes (tensor parallelism).
         identity: a name that is compared in place of rows, for a model that gives others in each call.
         resume: False writes the share of this process anew, whatever is there.
         progress: draw a bar on a terminal; of a group only the first rank does.
@@ -99,7 +97,7 @@ def extract_representations(
     folder = None if out is None else _folder(Path(out))
     names, patterns = Names(tokens, mask, pad_id), [sites] if isinstance(sites, str) else list(sites)
     batch_size, (rank, world_size) = int(batch_size), (n if n is None else int(n) for n in (rank, world_size))
-    chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group, writes)
+    chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group)
     kept = [keep] if isinstance(keep, str) else list(keep)
     source = open_dataset(dataset, batch_size, names)
     foreign = rows_of_others(model, patterns, tokens)
@@ -117,7 +115,6 @@ def extract_representations(
         "dataset": source.fingerprint(),
         "parts": source.num_parts,
         "versions": {"torch": torch.__version__},
-        "machine": machine_of(model),
         "numerics": numerics(),
         "select": names_of(chosen) or None,
         "pool": names_of(pool),
@@ -127,21 +124,15 @@ def extract_representations(
         "keep": kept,
         "where": where,
     }
-    if share.to_disk(Parts(folder, request | (share.outputs() if identity is None else {})), resume):
+    if share.to_disk(
+        Parts(folder, request | ({"outputs": share.outputs()} if identity is None else {})), resume
+    ):
         warnings.warn(
             f"{folder} was there, made by the same call: it is returned, of the batches nothing ran again "
             "but the first and the last, to compare; resume=False makes it anew",
             stacklevel=2,
         )
     return ActivationStore(folder)
-
-
-def finish_extraction(out: str | Path) -> ActivationStore:
-    """Write the index once all processes have written their parts; InterpError lists those missing."""
-    parts = Parts(Path(out), {})
-    if parts.missing() == []:
-        parts.finish(len(parts.numbers()))
-    return ActivationStore.open(out)
 
 
 def _folder(out: Path) -> Path:

@@ -125,7 +125,9 @@ class Parts:
             raise InterpError(f"{self.folder} has no {INDEX}; expected a folder that an extraction wrote")
         missing = self.missing()
         if missing == []:
-            raise InterpError(f"{self.folder} is not whole yet; all parts are there: call finish_extraction")
+            raise InterpError(
+                f"{self.folder} is not whole yet; all parts are there: run the extraction again"
+            )
         some = "more parts" if missing is None else f"parts {', '.join(map(str, missing[:8]))}"
         raise InterpError(
             f"{self.folder} is not whole yet: it waits for {some}; run the extraction again to go on"
@@ -144,20 +146,15 @@ def check_same(
 
 
 def differences(made: Mapping[str, Any], asked: Mapping[str, Any], but: Collection[str] = ()) -> list[str]:
-    """How two requests differ.
-
-    On two machines, or where a batch has other bits each time, the same rows may differ by rounding.
-    """
+    """How two requests differ; the rows of their first and last batches may differ by rounding."""
     rows = [request.get("outputs") or {} for request in (made, asked)]
-    repeats = made.get("machine") == asked.get("machine") and made.get("repeats") and asked.get("repeats")
-    but = {*but, "machine", "outputs", "repeats"}
+    but = {*but, "outputs"}
     made, asked = ({k: v for k, v in of.items() if k not in but} for of in (made, asked))
     found = list(_differences("", made, asked))
-    if rows[0] == rows[1] or (not repeats and is_same_but_for_rounding(*rows)):
-        return found
     for batch in sorted({**rows[0], **rows[1]}):
         there, here = (of.get(batch, {}) for of in rows)
-        if sites := [site for site in {**there, **here} if there.get(site) != here.get(site)]:
+        names = dict.fromkeys([*there, *here])
+        if sites := [x for x in names if not is_same_but_for_rounding(there.get(x), here.get(x))]:
             found.append(f"other rows {batch} at {', '.join(sites[:4])}{' ...' if len(sites) > 4 else ''}")
     return found
 

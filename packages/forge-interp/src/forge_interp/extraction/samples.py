@@ -207,7 +207,8 @@ def collate(samples: Sequence[Any], names: Names) -> Any:
     """Stack samples; ids of different lengths are padded on the right, and then there is a mask.
 
     Entries as long as the ids of their sample are padded with them (labels with -100, all others with 0).
-    What holds no numbers stays a list. InterpError where shapes differ otherwise.
+    What holds no numbers stays a list. InterpError where shapes differ otherwise, as those of an encoder and
+    a decoder may.
     """
     if isinstance(samples[0], Mapping):
         return _collate_mappings(samples, names)
@@ -231,22 +232,18 @@ def _collate_mappings(samples: Sequence[Mapping[str, Any]], names: Names) -> dic
     if different := next((list(sample) for sample in samples if sample.keys() != samples[0].keys()), None):
         raise InterpError(f"samples have entries {keys} and {different}; expected the same in all")
     columns = {key: [sample[key] for sample in samples] for key in keys}
-    ragged = {}  # lengths of what are sequences of their own, of ids or labels, that need padding
+    ids = columns.get(names.tokens or "", [])
+    lengths = _lengths(ids)
+    if not lengths or _are_even(ids):
+        return {key: _stack(column, repr(key)) for key, column in columns.items()}
+    if names.mask and names.mask not in columns:
+        columns[names.mask] = [torch.ones(length, dtype=torch.int64) for length in lengths]
+    fills, collated = {names.tokens: names.pad_id, "labels": -100}, {}
     for key, column in columns.items():
-        is_own = names.tokens and (key in (names.tokens, "labels") or key.endswith("input_ids"))
-        if is_own and _lengths(column) and not _are_even(column):
-            ragged[key] = _lengths(column)
-    for key, lengths in ragged.items():
-        mask = names.mask if key == names.tokens else key.replace("input_ids", "attention_mask")
-        if mask and mask != key and mask not in columns:
-            columns[mask] = [torch.ones(length, dtype=torch.int64) for length in lengths]
-    fills = {key: names.pad_id for key in ragged} | {"labels": -100}
-    return {
-        key: _pad(column, fills.get(key, 0))
-        if _lengths(column) in ragged.values()
-        else _stack(column, repr(key))
-        for key, column in columns.items()
-    }
+        is_along = key == names.tokens or not key.endswith("input_ids")  # others need a mask of their own
+        is_padded = is_along and _lengths(column) == lengths
+        collated[key] = _pad(column, fills.get(key, 0)) if is_padded else _stack(column, repr(key))
+    return collated
 
 
 def _are_even(ids: Sequence[Tensor]) -> bool:

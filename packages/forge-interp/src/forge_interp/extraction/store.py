@@ -16,16 +16,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from forge_interp.errors import InterpError, optional
+from forge_interp.errors import InterpError
 from forge_interp.extraction.folder import Parts
 from forge_interp.extraction.run.parts import (
     ROW_COLUMNS,
     Column,
     as_bytes,
-    dtype_name,
     is_site,
     replacing,
-    write_safetensors,
 )
 from forge_interp.hooks.sites import key_of
 
@@ -129,9 +127,9 @@ class ActivationStore(Mapping[str, Tensor]):
             yield {site: self._read(site, start, min(start + rows, self.rows)) for site in self.sites}
 
     def export(self, path: str | Path) -> None:
-        """Write everything once more, for other tools: `.npz`, `.safetensors`, `.zarr`, or `.npy` (one site).
+        """Write everything once more, for NumPy: `.npz`, or `.npy` of one site.
 
-        NumPy knows no bfloat16: its bits are stored as uint16, except in `.safetensors`.
+        NumPy knows no bfloat16: its bits are stored as uint16. The parts themselves are safetensors files.
         """
         path = Path(path)
         if path.suffix not in _WRITERS:
@@ -167,11 +165,6 @@ class ActivationStore(Mapping[str, Tensor]):
         return f"ActivationStore({str(self.path)!r})"
 
 
-def _safetensors(store: ActivationStore, path: Path) -> None:
-    blocks = store.blocks
-    write_safetensors(path, store.columns, store.rows, lambda c: map(as_bytes, blocks(c)), store.metadata)
-
-
 def _npz(store: ActivationStore, path: Path) -> None:
     with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for column in store.columns:
@@ -184,7 +177,7 @@ def _npy(store: ActivationStore, path: Path) -> None:
     if len(store.sites) != 1:
         raise InterpError(
             f"a single .npy file for {len(store.sites)} sites ({', '.join(store.sites[:4])}, ...); expected "
-            "one: take .npz, .safetensors or .zarr"
+            "one: take .npz"
         )
     with replacing(path) as file:
         _write_array(file, store, store.columns[0])
@@ -196,18 +189,6 @@ def _write_array(file: Any, store: ActivationStore, column: Column) -> None:
     np.lib.format.write_array_header_1_0(file, fields)
     for block in store.blocks(column):
         file.write(as_bytes(block))
-
-
-def _zarr(store: ActivationStore, path: Path) -> None:
-    group = optional("zarr", "an export to .zarr", "zarr").open_group(path, mode="w")
-    group.attrs["forge_interp"] = store.metadata
-    for column in store.columns:
-        step = next(iter(column.blocks(store.rows)), (0, 1))[1]
-        shape, chunks = (store.rows, *column.shape), (step, *(max(1, size) for size in column.shape))
-        array = group.create_array(_file_name(column), shape=shape, dtype=_dtype(column), chunks=chunks)
-        array.attrs["dtype"] = dtype_name(column.dtype)
-        for (start, stop), block in zip(column.blocks(store.rows), store.blocks(column), strict=True):
-            array[start:stop] = _as_numpy(block)
 
 
 def _file_name(column: Column) -> str:
@@ -225,6 +206,6 @@ def _as_numpy(values: Tensor) -> np.ndarray:
     return values.view(bits.get(values.dtype, values.dtype)).numpy()
 
 
-_WRITERS = {".npz": _npz, ".safetensors": _safetensors, ".zarr": _zarr, ".npy": _npy}
+_WRITERS = {".npz": _npz, ".npy": _npy}
 ENDINGS = tuple(_WRITERS)
 """Of the files that `export` writes."""

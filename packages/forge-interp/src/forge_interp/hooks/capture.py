@@ -84,10 +84,6 @@ class Activations(BySite):
         """The keys of all values since the `with` began or `clear()`, those that went to a sink too."""
         return frozenset(self._fired)
 
-    def wait(self) -> None:
-        """Return when all values have arrived, and were given to the sink."""
-        self._options.offload.wait()
-
     def clear(self) -> None:
         """Forget all values and count calls from 0 again, as between batches."""
         self._values, self.gradients, self._fired, self.skipped = {}, BySite(), set(), {}
@@ -115,9 +111,7 @@ class Activations(BySite):
         return self._options.stop and not self._remaining
 
     def end_pass(self) -> None:
-        """It has ended: have all values delivered, and compare with what was expected."""
-        if self._options.sink is not None:
-            self.wait()
+        """It has ended: compare what it gave with what was expected."""
         if self._is_exact and self._fired != self._awaited:
             extra, missing = sorted(self._fired - self._awaited), sorted(self._awaited - self._fired)
             raise InterpError(
@@ -127,7 +121,7 @@ class Activations(BySite):
 
     def _take(self, tapped: str, site: Site, module: nn.Module, value: Any) -> Tensor | None:
         """Keep a copy of a value; with gradients, what the model goes on with in its place."""
-        key, replacement, followed, options = str(site), None, None, self._options
+        key, replacement, options = str(site), None, self._options
         patterns = self._patterns[tapped]
         self._seen.update(patterns)
         if is_transformed(value.output if isinstance(value, AttentionCall) else value):
@@ -135,12 +129,10 @@ class Activations(BySite):
                 f"site {key!r} holds a tensor of torch.func; call the model outside of vmap, grad, jvp"
             )
         if isinstance(value, AttentionCall):
-            query = value.edits["scores"] if value.is_softmax else value.query
-            followed = None if site.path[0] in ("k", "v") else query
             value = self._read(value, site)
         if options.grad:
             value, replacement = self._follow(value, module, site, tapped not in self._exact)
-        kept = self._spread.full(value.detach(), module, site, followed)
+        kept = self._spread.full(value.detach(), module, site)
         select = next((options.select[pattern] for pattern in patterns if pattern in options.select), None)
         kept = kept if select is None else select(kept)
         if not isinstance(kept, Tensor):
@@ -176,7 +168,7 @@ class Activations(BySite):
                 for tap in self._taps
                 if tap.is_on_attention and tap.site.module == site.module and tap.site.call in (None, number)
             ]
-            self._spread.together(partial(call.compute, names, self._options.attention_bytes, check))
+            call.compute(names, self._options.attention_bytes, check)
             self._unchecked.discard(site.module)
         return call.read(name, self._options.attention_bytes)
 
@@ -248,7 +240,6 @@ def capture(
     sink: Sink | None = None,
     check_attention: bool = True,
     attention_bytes: int = 1 << 30,
-    max_inflight_bytes: int = 1 << 28,
 ) -> Iterator[Activations]:
     """Copies of what flows through the sites of a model while the `with` is open.
 
@@ -267,14 +258,13 @@ def capture(
         stop: end a forward pass of `model` as soon as each site was seen once in it; it returns None then,
             if there was anything to leave out.
         device: where the copies go; with "cpu" from a GPU through pinned memory, without waiting.
-        sink: is given key and value: on the same device the value itself, inside the forward pass (copy or
-            consume it there), else the copy once it has arrived, all by its end. Nothing is kept.
+        sink: is given key and value inside the forward pass: on the same device the value itself (copy or
+            consume it there), else the copy once it has arrived. Nothing is kept.
         check_attention: compare softmax(scores) V with what the model computed, before raw, scores, pattern
             or a statistic is given: all of the first call of each module, then two queries of each.
         attention_bytes: the largest attention matrix to hold at once.
-        max_inflight_bytes: how much may be on the way to the CPU before the model waits.
     """
-    found, offload = find_sites(model, sites), Offload(device, max_inflight_bytes)
+    found, offload = find_sites(model, sites), Offload(device)
     if stop and is_sharded(model):
         raise InterpError("stop=True on an FSDP model leaves its weights gathered and stale; leave stop out")
     check: Check = "some" if check_attention else "nothing"

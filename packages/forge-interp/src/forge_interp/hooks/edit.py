@@ -1,7 +1,7 @@
 """How what flows through a model is changed during the calls inside a `with`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -43,20 +43,16 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
     edits = dict(zip(found, edits.values(), strict=True))
     modules, spread = named_modules(model), Spread(model)
     reached: set[str] = set()
-    masks: list[Tensor | None] = [None]
-
-    def note_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        masks[-1] = attention_mask(module, args, kwargs)
 
     def act(pattern: str, at: Site, module: nn.Module, value: Any) -> Tensor:
         reached.add(pattern)
-        if spread.is_partial(value, module, at):
+        if not spread.is_whole(value, module, at):
             raise InterpError(
                 f"edit of {str(at)!r}: tensor parallelism leaves only a part of it on this rank; edit a site "
                 "that is whole, such as the output of the block, or use one rank"
             )
         change = edits[pattern]
-        new = change(value, at, masks[-1]) if isinstance(change, MeanAblation) else change(value)
+        new = change(value, at) if isinstance(change, MeanAblation) else change(value)
         if new is None:
             raise InterpError(f"edit of {str(at)!r} gave None, expected a tensor like the value")
         is_copy = new is value or getattr(change, "__module__", None) == __name__  # as of patch and its like
@@ -69,10 +65,7 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
             raise InterpError(f"edit of {pattern!r}: a statistic cannot be edited; edit attn.pattern")
         run = partial(act, pattern)
         taps.append(Tap(site, modules[site.module], run, Phase.EDIT, reached, edit=edits[pattern]))
-    with ExitStack() as stack:
-        if any(isinstance(change, MeanAblation) and change.needs_mask for change in edits.values()):
-            stack.callback(modules[""].register_forward_pre_hook(note_mask, with_kwargs=True).remove)
-        stack.enter_context(attached(taps))
+    with attached(taps):
         yield
         if missed := [pattern for pattern in edits if pattern not in reached]:
             attention = any(Site.parse(pattern).part == "attn" for pattern in missed)
@@ -126,35 +119,25 @@ def ablate(
     where: Any = ...,
     *,
     mean: Tensor | Mapping[str, Tensor] | None = None,
-    keep: Tensor | None = None,
-    over: tuple[int, ...] | None = None,
     seed: int = 0,
 ) -> Edit:
     """Take away what a site says about its input.
 
     Args:
-        how: `zero`; `mean`: the given one, else that of what `where` picks in the batch at hand, over batch
-            and positions, of each channel and head apart (over the batch alone for raw, scores and pattern,
-            whose positions are queries and keys); `resample`: the value of another sample of the batch (no
+        how: `zero`; `mean`: the mean that is given; `resample`: the value of another sample of the batch (no
             sample keeps its own).
         where: as in `patch`.
-        mean: for `mean`, broadcast to `old[where]`; or by site, as `site_means` gives it.
-        keep: for `mean`, [B, T] False or 0 for padding, which does not count, or [R] of a value [R, D].
-            Default: the `attention_mask` [B, T] that the model is called with, if it is; with an encoder and
-            a decoder, and of a value [R, D] where some is padding, it has to be given.
-        over: for `mean`, the dimensions to average over. Default: the first two of a module's value of up to
-            three, [B, T, D]; 0 and 2 of attention's [B, N, T, H]. Images and other values have to say it.
+        mean: for `mean`, broadcast to `old[where]`; or by site, as `site_means` gives it of some batches.
         seed: for `resample`, of the order of the samples.
     """
     if how not in ("zero", "mean", "resample"):
         raise InterpError(f"ablate({how!r}), expected 'zero', 'mean' or 'resample'")
     if how == "mean":
-        if keep is not None:
-            check_kind("keep", keep, Tensor, "a mask [B, T]")
-        if mean is not None and not (keep is None and over is None):
-            raise InterpError("ablate('mean', mean=...) averages nothing; leave keep= and over= out")
-        return patch(mean, where) if isinstance(mean, Tensor) else MeanAblation(where, mean, keep, over)
-    if not (mean is None and keep is None and over is None):
+        if isinstance(mean, Mapping):
+            return MeanAblation(where, mean)
+        check_kind("mean", mean, Tensor, "a tensor, or what site_means(model, batches, sites) gives")
+        return patch(mean, where)  # type: ignore[arg-type]
+    if mean is not None:
         raise InterpError(f"ablate({how!r}, mean=...) would not use the mean; expected ablate('mean', ...)")
     if how == "zero":
         return patch(0.0, where)
@@ -172,42 +155,20 @@ def ablate(
 
 @dataclass(frozen=True, eq=False)
 class MeanAblation:
-    """An edit that needs to know the site, and the padding: see `ablate`."""
+    """An edit that puts in the mean of the site where it is: see `ablate`."""
 
     where: Any
-    means: Mapping[str, Tensor] | None
-    keep: Tensor | None
-    over: tuple[int, ...] | None
+    means: Mapping[str, Tensor]
 
-    @property
-    def needs_mask(self) -> bool:
-        """Whether the mask of the inputs says what is padding."""
-        return self.means is None and self.keep is None
-
-    def __call__(self, old: Tensor, site: Site | None = None, attention_mask: Tensor | None = None) -> Tensor:
-        """The value with its mean in it; without a site that of a module."""
-        picked = torch.zeros_like(old, dtype=torch.bool)
-        with fitting(old, f"ablate('mean', where={self.where!r}, over={self.over})"):
-            picked[self.where] = True
-            if self.means is None:
-                return torch.where(picked, self._mean(old, picked, site, attention_mask), old)
+    def __call__(self, old: Tensor, site: Site | None = None) -> Tensor:
+        """The value with its mean in it; InterpError where there is none of this site."""
         key = str((site or Site("")).numbered(0))
         if key not in self.means:
             raise InterpError(f"there is no mean for {key!r}, but {', '.join(self.means)}; see site_means")
-        with fitting(old, f"the mean {list(self.means[key].shape)} of {key!r}"):
+        picked = torch.zeros_like(old, dtype=torch.bool)
+        with fitting(old, f"the mean {list(self.means[key].shape)} of {key!r}, where={self.where!r}"):
+            picked[self.where] = True
             return torch.where(picked, self.means[key].to(old), old)
-
-    def _mean(self, old: Tensor, picked: Tensor, site: Site | None, attention_mask: Tensor | None) -> Tensor:
-        dims = self.over if self.over is not None else mean_dims(old, site)
-        if not dims:
-            return old
-        if self.keep is not None:
-            picked = picked & real_positions(old, dims, self.keep, "keep")
-        elif attention_mask is not None and not bool(attention_mask.all()):
-            picked = picked & real_positions(old, dims, attention_mask, "attention_mask")
-        count = picked.sum(dims, keepdim=True)
-        mean = (old * picked).sum(dims, keepdim=True) / count
-        return torch.where(count > 0, mean, old)
 
 
 def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
@@ -217,8 +178,8 @@ def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
         return dims if value.ndim == 4 else tuple(dim - 1 for dim in dims if dim)
     if value.ndim > 3:
         raise InterpError(
-            f"ablate('mean') of a value {list(value.shape)}, whose batch and positions are not known; "
-            "expected [B, T, D]: give over=, such as (0, 2, 3) for images"
+            f"the mean of a value {list(value.shape)}, whose batch and positions are not known; expected "
+            "[B, T, D]: capture it, and give ablate('mean', mean=) its mean over the dims that you choose"
         )
     return tuple(range(value.ndim - 1))
 

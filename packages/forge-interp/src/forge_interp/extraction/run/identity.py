@@ -10,7 +10,6 @@ import functools
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ def is_distributed(model: nn.Module) -> bool:
 
 
 def digest(rows: Tensor) -> dict[str, Any]:
-    """A checksum of all bits of rows, and of 32 groups of them what rounding changes little.
+    """Of 32 groups of rows what rounding changes little.
 
     Group g has the rows g, g + 32, ...; it has its norm, and its sum with fixed signs of rows and columns, so
     that their order counts.
@@ -82,7 +81,6 @@ def digest(rows: Tensor) -> dict[str, Any]:
         norms.append(part.norm().item())
         sums.append((of_rows[group::_NUM_GROUPS] @ part @ of_columns).item())
     return {
-        "crc": f"{zlib.crc32(as_bytes(rows)):08x}",
         "dtype": dtype_name(rows.dtype),
         "shape": list(rows.shape),
         "not_finite": int((~flat.isfinite()).sum()),
@@ -97,7 +95,7 @@ def _signs(size: int) -> Tensor:
 
 
 def is_same_but_for_rounding(first: Any, second: Any) -> bool:
-    """Whether outputs, digests by site, can be those of one model on two machines."""
+    """Whether outputs, digests by site, can be those of one model."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping) or first.keys() != second.keys():
         return first == second
     if "sums" not in first:
@@ -121,17 +119,6 @@ def numerics() -> dict[str, Any]:
     }
 
 
-def machine_of(model: nn.Module) -> str:
-    """What computes the model: between two of the same, all bits of its outputs are the same."""
-    device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.*)$", info.read_text() if info.exists() else "", re.MULTILINE)
-    processor = found[1] if found else torch.backends.cpu.get_cpu_capability()
-    return f"{processor}, {torch.get_num_threads()} threads"
-
-
 def _checksum(tensor: Tensor) -> bytes:
     """Sums of all bits as integers, by rows and by columns of 1024, so that their order counts."""
     return b"".join(
@@ -147,12 +134,7 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             yield from _plain(getattr(tensor, name))
     elif tensor.is_quantized:
-        is_whole = tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
-        yield tensor.int_repr()
-        if is_whole:
-            yield torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64)
-        else:
-            yield from (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
+        yield tensor.dequantize()
     elif not tensor.is_meta:
         yield tensor if tensor.layout is torch.strided else tensor.to_dense()
 

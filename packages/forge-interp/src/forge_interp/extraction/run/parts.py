@@ -16,7 +16,7 @@ import struct
 import tempfile
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -169,7 +169,19 @@ class PartWriter:
             "inputs": self._inputs,
             "crcs": [self._crcs[column.name] for column in self.columns],
         }
-        write_safetensors(path, self.columns, self.rows, self.blocks, data)
+        ordered = sorted(self.columns, key=lambda column: -column.dtype.itemsize)  # so that each is aligned
+        text, end = dump(data), 0
+        header: dict[str, Any] = {"__metadata__": {"forge_interp": dump([zlib.crc32(text.encode()), text])}}
+        for name, dtype, shape in ordered:
+            start, end = end, end + self.rows * math.prod(shape) * dtype.itemsize
+            offsets = {"data_offsets": [start, end]}
+            header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": [self.rows, *shape]} | offsets
+        head = json.dumps(header, separators=(",", ":")).encode()
+        head += b" " * (-(8 + len(head)) % 64)
+        with replacing(path) as file:
+            file.write(struct.pack("<Q", len(head)) + head)
+            for block in (block for column in ordered for block in self.blocks(column)):
+                file.write(block)
         self.close()
 
     def close(self) -> None:
@@ -191,28 +203,6 @@ class PartWriter:
             self._spool.seek(offset)
             for start in range(0, size, BLOCK_BYTES):
                 yield self._spool.read(min(BLOCK_BYTES, size - start))
-
-
-def write_safetensors(
-    path: Path,
-    columns: Iterable[Column],
-    rows: int,
-    blocks: Callable[[Column], Iterable[Any]],
-    data: Mapping[str, Any],
-) -> None:
-    """Write a safetensors file of columns, one block at a time, with `data` and its CRC-32 in its header."""
-    ordered = sorted(columns, key=lambda column: -column.dtype.itemsize)  # so that each is aligned
-    text, end = dump(data), 0
-    header: dict[str, Any] = {"__metadata__": {"forge_interp": dump([zlib.crc32(text.encode()), text])}}
-    for name, dtype, shape in ordered:
-        start, end = end, end + rows * math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": [rows, *shape], "data_offsets": [start, end]}
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-(8 + len(head)) % 64)
-    with replacing(path) as file:
-        file.write(struct.pack("<Q", len(head)) + head)
-        for block in (block for column in ordered for block in blocks(column)):
-            file.write(block)
 
 
 @contextmanager

@@ -55,20 +55,16 @@ class Share:
     _axes_checked: bool = False
 
     def outputs(self) -> dict[str, Any]:
-        """What rows the first and the last batch have, of ready ones the first, and whether they repeat.
+        """What rows the first and the last batch have, of ready ones the first: `digest` by batch and site.
 
-        As `outputs` by batch and site, as `digest` tells it; `repeats` is whether the first batch has the
-        same bits when it runs twice. Collective if the model is shared.
+        Collective if the model is shared.
         """
-        found: list[dict[str, Any]] = []
-        first, *others = self.source.probes()
-        batches = [first, first, *others]
+        found: dict[str, dict[str, Any]] = {}
         with self._capture(stops=False) as acts:
-            for batch in batches:
-                found.append({})
-                self._forward(acts, batch, lambda key, rows: found[-1].update({key: digest(rows)}))
-        names = [f"of batch {batch.number}" for batch in batches]
-        return {"outputs": dict(zip(names[1:], found[1:], strict=True)), "repeats": found[0] == found[1]}
+            for batch in self.source.probes():
+                made = found.setdefault(f"of batch {batch.number}", {})
+                self._forward(acts, batch, lambda key, rows, made=made: made.update({key: digest(rows)}))
+        return found
 
     def in_memory(self) -> dict[str, Tensor]:
         """Extract all batches; returns all columns. Raises InterpError: several processes share them."""
@@ -93,13 +89,13 @@ class Share:
         found: dict[int, Part] = {}
 
         def find() -> Written:
-            found.update(parts.intact(start, stop) if processes.writes else {})
+            found.update(parts.intact(start, stop))
             return {number: (part.batches, part.inputs) for number, part in found.items()}
 
         written = processes.agree(find)
         self._columns = next((part.columns for part in found.values()), ())
         limit = num_parts if processes.size > 1 else None if index is None else len(index["parts"])
-        self._parts = parts if processes.writes else None
+        self._parts = parts
         try:
             self._extract(self._batches(start, stop, limit, written))
         except BaseException as error:
@@ -218,7 +214,6 @@ class Share:
         self.rows.start(batch)
         self._deliver = deliver
         self.feed(batch)
-        acts.wait()
 
     def _alone(self, acts: Activations, batch: Batch) -> Alone | None:
         """Rows of a sample without padding, of the first two batches that have some and then ever fewer.
