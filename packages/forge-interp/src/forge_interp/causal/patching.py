@@ -58,17 +58,16 @@ def activation_patching(
     Source: Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262; normalised as in Wang et
     al. 2022, arXiv:2211.00593, and Zhang & Nanda 2023, arXiv:2309.16042.
     """
+    if at_once is not None and not (isinstance(at_once, int) and at_once >= 1):
+        raise InterpError(f"at_once is {at_once!r}; expected a positive number of places, or None")
     acts, clean_score = run_captured(model, clean, sites, metric)
     corrupted_score = score(metric, call_model(model, corrupted))
     grid = Grid.over(acts, where)
     values = np.full((len(acts), *grid.shape), np.nan)
     cells = [(row, *cell) for row in range(len(acts)) for cell in grid.cells()]
     places = [(site, grid.index(site, cell)) for site in acts for cell in grid.cells()]
-    if at_once is None:
-        step, scores = 1, partial(scores_alone, model, corrupted, acts, metric)
-    else:
-        check_kind("at_once", at_once or None, int, "a positive number of places, or None")
-        step, scores = at_once, Sweep(model, corrupted, acts, metric, at_once).scores
+    alone, step = partial(scores_alone, model, corrupted, acts, metric), at_once or 1
+    scores = Sweep(model, corrupted, acts, metric, at_once).scores if at_once else alone
     starts = range(0, len(places), step)
     for start in with_progress(starts, len(starts), "activation patching", progress):
         for cell, value in zip(cells[start:], scores(places[start : start + step]), strict=False):
