@@ -8,12 +8,13 @@ from functools import partial
 
 import pytest
 import torch
-from forge_interp import InterpError, capture, edit
+from forge_interp import InterpError, activation_patching, capture, edit
 from forge_model import DecoderConfig, LossConfig, initialize
 from forge_model.attention.cache import Cache
 from forge_model.attention.mask import Mask
 from forge_model.attention.rope import rope_table, rotate
 from forge_model.config import GroupedQueryConfig
+from forge_model.moe.config import MoEConfig
 
 VOCAB, LENGTH, LAYERS = 61, 11, 3
 CASES = {
@@ -343,3 +344,30 @@ def test_flex_attention_with_a_cap_or_sinks_is_refused_where_asked_for_alone(fle
     ):
         model(ids, doc_ids=docs)
     assert torch.equal(acts["layers.1:out"], plain["layers.1:out"])
+
+
+@EVERY
+def test_patching_of_several_places_at_once_equals_whole_passes(case):
+    model, clean = build(case), {"tokens": tokens()}
+    corrupted = {"tokens": tokens().flip(1)}
+
+    def metric(logits):
+        return (logits[:, -1, 3] - logits[:, -1, 7]).mean()
+
+    ways = [("layers.*:out", "positions"), ("layers.*.attention:attn.z", "heads"), (["norm", *BLOCKS], None)]
+    for sites, where in ways:
+        run = partial(activation_patching, model, clean, corrupted, sites, metric, where=where)
+        whole = run().values
+        assert whole.max() - whole.min() > 1e-3
+        for at_once in (1, 4):
+            assert abs(run(at_once=at_once).values - whole).max() < 1e-12
+
+
+def test_patching_of_several_places_refuses_experts_with_a_capacity():
+    ffn = MoEConfig(num_experts=4, top_k=1, dim=16, capacity_factor=0.5)
+    options = {"attention": GroupedQueryConfig(num_heads=2), "ffn": ffn, "init_std": 0.4}
+    model = DecoderConfig(vocab_size=VOCAB, dim=32, num_layers=2, max_tokens=64, **options).build().double()
+    initialize(model, 0)
+    run = partial(activation_patching, model, tokens(), tokens().flip(1), "layers.0:in", where="positions")
+    with pytest.raises(InterpError, match="experts with a capacity"):
+        run(metric=lambda logits: logits[:, -1, 3].mean(), at_once=3)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forge_interp.causal.patching import put, run_captured, same_shape, score_edited
+from forge_interp.causal.runs import put, run_captured, same_shape, score_edited
 from forge_interp.causal.table import Grid, Metric, PatchingTable, Where, apply_metric, at_call
 from forge_interp.errors import InterpError
 from forge_interp.hooks.edit import Edit, edit

@@ -1,15 +1,17 @@
 """Which activations carry what makes the clean run differ from the corrupted one?"""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forge_interp.causal.table import Grid, Index, Metric, PatchingTable, Where, at_call, score
+from forge_interp.causal.runs import Sweep, run_captured, scores_alone
+from forge_interp.causal.table import Grid, Index, Metric, PatchingTable, Where, score
 from forge_interp.errors import InterpError, check_kind, fitting
 from forge_interp.hooks.capture import capture
-from forge_interp.hooks.edit import Edit, attention_mask, edit, mean_dims, patch, real_positions
+from forge_interp.hooks.edit import attention_mask, mean_dims, real_positions
 from forge_interp.hooks.sites import Site, named_modules
 from forge_interp.model_inputs import Inputs, arguments, call_model
 from forge_interp.progress import progress as with_progress
@@ -24,6 +26,7 @@ def activation_patching(
     metric: Metric,
     *,
     where: Where = None,
+    at_once: int | None = None,
     progress: bool = True,
 ) -> PatchingTable:
     """Run the corrupted inputs once for each place, with the clean activation put in there.
@@ -42,59 +45,34 @@ def activation_patching(
         where: how to divide a site: None (whole), "positions" (dim 1; of attn.* sites dim 2), "heads" (dim 1,
             attn.* sites only), "neurons" (the last dim), several as ("heads", "positions"), or a mapping from
             labels to indices into the value.
+        at_once: how many places share a forward pass, each with its own copy of the batch, one behind another
+            along dim 0. The pass begins at the first of them: modules that are called once and end before it
+            return what they returned without patches (with None passes are whole). Needs `at_once` times the
+            memory of a pass and of one output of each module that a site is in or beside. What differs from
+            single passes, as where samples depend on each other, is an error.
         progress: draw a bar on a terminal.
 
-    InterpError where a site names nothing, shapes differ between the runs, or the metric is no number.
+    InterpError where a site names nothing, shapes differ between the runs, the metric is no number, or with
+    `at_once` a tensor of the inputs, a site or the output does not have the samples along dim 0.
 
     Source: Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022, arXiv:2202.05262; normalised as in Wang et
     al. 2022, arXiv:2211.00593, and Zhang & Nanda 2023, arXiv:2309.16042.
     """
+    if at_once is not None and not (isinstance(at_once, int) and at_once >= 1):
+        raise InterpError(f"at_once is {at_once!r}; expected a positive number of places, or None")
     acts, clean_score = run_captured(model, clean, sites, metric)
     corrupted_score = score(metric, call_model(model, corrupted))
     grid = Grid.over(acts, where)
     values = np.full((len(acts), *grid.shape), np.nan)
-    places = [(row, site, cell) for row, site in enumerate(acts) for cell in grid.cells()]
-    for row, site, cell in with_progress(places, len(places), "activation patching", progress):
-        edits = {at_call(site): put(site, acts[site], grid.index(site, cell))}
-        values[(row, *cell)] = score_edited(model, corrupted, edits, metric)
+    cells = [(row, *cell) for row in range(len(acts)) for cell in grid.cells()]
+    places = [(site, grid.index(site, cell)) for site in acts for cell in grid.cells()]
+    alone, step = partial(scores_alone, model, corrupted, acts, metric), at_once or 1
+    scores = Sweep(model, corrupted, acts, metric, at_once).scores if at_once else alone
+    starts = range(0, len(places), step)
+    for start in with_progress(starts, len(starts), "activation patching", progress):
+        for cell, value in zip(cells[start:], scores(places[start : start + step]), strict=False):
+            values[cell] = value
     return grid.table(values, acts, clean_score, corrupted_score)
-
-
-@torch.no_grad()
-def run_captured(
-    model: nn.Module, inputs: Inputs, sites: str | Iterable[str], metric: Metric
-) -> tuple[Mapping[str, Tensor], float]:
-    """The activations of the sites and the metric of one plain run."""
-    with capture(model, sites) as acts:
-        output = call_model(model, inputs)
-    return acts, score(metric, output)
-
-
-@torch.no_grad()
-def score_edited(model: nn.Module, inputs: Inputs, edits: Mapping[str, Edit], metric: Metric) -> float:
-    """The metric of one run with edits."""
-    with edit(model, edits):
-        output = call_model(model, inputs)
-    return score(metric, output)
-
-
-def put(site: str, value: Tensor, where: Index = ...) -> Edit:
-    """An edit that puts `value[where]` in place of `old[where]`; InterpError if that has another shape."""
-
-    def apply(old: Tensor) -> Tensor:
-        same_shape(site, value, old)
-        return patch(value[where], where)(old)
-
-    return apply
-
-
-def same_shape(site: str, clean: Tensor, corrupted: Tensor) -> None:
-    """Raise InterpError unless both runs have the same shape at a site."""
-    if clean.shape != corrupted.shape:
-        raise InterpError(
-            f"site {site!r} is {list(clean.shape)} in one run and {list(corrupted.shape)} in the other; "
-            "expected the same: clean and corrupted inputs need equally many samples and tokens"
-        )
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from forge_interp.causal.patching import put, run_captured, same_shape, score_edited
+from forge_interp.causal.runs import put, run_captured, same_shape, score_edited
 from forge_interp.causal.table import Grid, Index, Metric, PatchingTable, Where, at_call, score
 from forge_interp.errors import InterpError, check_kind, fitting
 from forge_interp.hooks.capture import capture

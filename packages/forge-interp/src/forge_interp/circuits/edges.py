@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_interp.causal.attribution import gradients_at, line_nodes
-from forge_interp.causal.patching import run_captured, same_shape
+from forge_interp.causal.runs import run_captured, same_shape
 from forge_interp.causal.table import Metric, at_call, score
 from forge_interp.errors import InterpError
 from forge_interp.hooks.capture import capture
