@@ -191,8 +191,8 @@ def test_identity_is_not_that_of_the_weights_that_a_pass_has_cast():
 
 
 def who_draws() -> tuple[bool, bool]:
-    together = Processes.of(nn.Linear(2, 2), None, None, None)
-    alone = Processes.of(nn.Linear(2, 2), 1, 2, None)
+    together = Processes.of(nn.Linear(2, 2), None, None, None, True)
+    alone = Processes.of(nn.Linear(2, 2), 1, 2, None, True)
     return together.is_first, alone.is_first
 
 
@@ -200,16 +200,28 @@ def test_one_rank_of_those_that_wait_for_each_other_draws():
     assert run_ranks(who_draws, 2) == [(True, True), (False, True)]
 
 
-def of_tensor_parallel(folder: str, options: dict) -> str:
-    with pytest.raises(InterpError) as caught:
-        extract(folder, "tensor", **options)
-    return str(caught.value)
+def by_one_writer(folder: str) -> str:
+    return extract(folder, "tensor", rank=0, world_size=1, writes=dist.get_rank() == 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"rank": 0, "world_size": 1}], ids=["all", "rank"])
-def test_extraction_of_a_tensor_parallel_model_is_refused(tmp_path, options):
-    for said in run_ranks(of_tensor_parallel, 2, str(tmp_path), options):
-        assert "the model is tensor parallel" in said
+def by_all(folder: str) -> str:
+    try:
+        return extract(folder, "tensor")
+    except InterpError as error:
+        return str(error)
+
+
+def test_extraction_of_a_tensor_parallel_model_wants_to_know_who_shares_batches(tmp_path):
+    assert all("expected rank= and world_size=" in said for said in run_ranks(by_all, 2, str(tmp_path)))
+
+
+def test_extraction_of_a_tensor_parallel_model_is_written_once_and_whole(tmp_path):
+    for name in ("one", "many"):
+        (tmp_path / name).mkdir()
+    [expected] = run_ranks(alone, 1, str(tmp_path / "one"))
+    found = values(run_ranks(by_one_writer, 2, str(tmp_path / "many"))[0])
+    for name, tensor in values(expected).items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
 def half(folder: str, rank: int) -> bool:

@@ -71,7 +71,7 @@ class Network(nn.Module):
             nn.Sequential(
                 nn.Conv2d(a, b, 3, stride=1 if stage == 0 else 2, padding=1), nn.GroupNorm(4, b), nn.ReLU()
             )
-            for stage, (a, b) in enumerate(zip(widths, widths[1:], strict=False))
+            for stage, (a, b) in enumerate(itertools.pairwise(widths))
         )
         self.head = nn.Linear(widths[-1], len(KINDS))
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from forge_interp.errors import InterpError
-from forge_interp.extraction.extract import extract_representations
+from forge_interp.extraction.extract import extract_representations, finish_extraction
 from forge_interp.extraction.store import ActivationStore
 from forge_interp.hooks.capture import capture
 from torch import Tensor, nn
@@ -572,16 +572,15 @@ def test_extract_draws_on_a_terminal_only(
     assert ("4/4" in drawn) == is_terminal
 
 
-def test_a_share_that_is_missing_is_named_and_the_index_comes_with_the_last(tmp_path: Path):
+def test_finish_extraction_waits_for_all(tmp_path: Path):
     call = {"sites": SITES, "out": tmp_path / "a", "batch_size": 2, "world_size": 3}
     for rank in (2, 0):
         extract_representations(Decoder(), ragged(), **call, rank=rank)
     with pytest.raises(InterpError, match=r"waits for parts 2, 3;"):
-        ActivationStore.open(tmp_path / "a")
+        finish_extraction(tmp_path / "a")
     extract_representations(Decoder(), ragged(), **call, rank=1)
     (tmp_path / "a" / "index.json").unlink()  # as if it had been killed just before
-    extract_representations(Decoder(), ragged(), **call, rank=1)
-    assert ActivationStore.open(tmp_path / "a").rows == sum(map(len, ragged()))
+    assert finish_extraction(tmp_path / "a").rows == sum(map(len, ragged()))
 
 
 def test_extract_says_what_was_captured_nowhere(tmp_path: Path):

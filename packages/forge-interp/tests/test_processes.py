@@ -27,11 +27,11 @@ def test_share_of_one_process_needs_no_length():
 )
 def test_processes_refuse_ranks_that_are_none(rank: int | None, world_size: int | None, text: str):
     with pytest.raises(InterpError, match=text):
-        Processes.of(MODEL, rank, world_size, None)
+        Processes.of(MODEL, rank, world_size, None, True)
 
 
 def test_processes_alone_do_things_themselves():
-    one = Processes.of(MODEL, None, None, None)
+    one = Processes.of(MODEL, None, None, None, True)
     assert (one.rank, one.size, one.group, one.in_step, one.is_first) == (0, 1, None, False, True)
     assert one.agree(lambda: {3: (1, 2)}) == {3: (1, 2)}
     done: list[int] = []

@@ -22,7 +22,7 @@ from forge_interp.causal.table import PatchingTable
 from forge_interp.dynamics import TrainingDynamics, head_scores, training_dynamics
 from forge_interp.errors import InterpError
 from forge_interp.extraction.examples import Examples, top_examples
-from forge_interp.extraction.extract import extract_representations
+from forge_interp.extraction.extract import extract_representations, finish_extraction
 from forge_interp.extraction.store import ActivationStore
 from forge_interp.hooks.capture import Activations, capture, each_attention
 from forge_interp.hooks.edit import ablate, edit, patch, steer
@@ -37,7 +37,7 @@ __all__ = [
     "TrainingDynamics", "Unembedding", "ablate", "activation_patching", "attention_statistics",
     "attribution_patching", "canonical_correlations", "canonical_sites", "capture", "compare_layers",
     "contrastive_vectors", "control_task", "each_attention", "edit", "extract_representations",
-    "head_scores", "linear_cka", "logit_lens", "mean_cca", "patch", "path_patching",
+    "finish_extraction", "head_scores", "linear_cka", "logit_lens", "mean_cca", "patch", "path_patching",
     "probe_layers", "procrustes", "read_lens", "record", "resolve", "site_means", "steer",
     "strength_sweep", "svcca", "top_examples", "training_dynamics",
 ]  # fmt: skip

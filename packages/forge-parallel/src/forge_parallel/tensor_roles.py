@@ -354,6 +354,11 @@ class WithUnits(RoleModule):
         """See `RoleModule.used_apart`."""
         return [*self.placements]
 
+    @property
+    def shared_units(self) -> int | None:
+        """How many units the last part has, if several ranks use each of them; those of values, say."""
+        return self.tensor_units[-1] if self.tensor_units[-1] < self.tensor_axis.size else None
+
     def local(self, name: str) -> Tensor:
         """See `RoleModule.local`."""
         axis, values = self.tensor_axis, super().local(name)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from forge_interp.attention.lineage import Lineage, Softmax, bind, pack, unpack
+from forge_interp.attention.placement import is_dtensor, local_parts, placed_like, unrepeated
 from forge_interp.attention.statistics import STATISTICS, collecting
 from forge_interp.attention.tiles import HIDES, Gate, Tile, autocast_dtype, four, grouped
 from forge_interp.errors import InterpError
@@ -118,7 +119,7 @@ class AttentionCall:
         return cls(
             query=empty[:, :, :queries],
             key=empty[:, :, :keys],
-            value=values.reshape(batch, -1, keys, values.shape[-1])[:, ::repeats],
+            value=unrepeated(values.reshape(batch, -1, keys, values.shape[-1]), repeats),
             mask=scores > 0.9 * HIDES,
             is_causal=False,
             scale=1.0,
@@ -168,7 +169,8 @@ class AttentionCall:
         if name not in self.computed:
             self.compute([name], max_bytes)
         value = self.computed.pop(name)
-        return value if self.query.dim() == 4 else value.squeeze(0)
+        value = value if self.query.dim() == 4 else value.squeeze(0)
+        return placed_like(value, self.query) if is_dtensor(self.query) else value
 
     @torch.no_grad()
     def compute(
@@ -178,18 +180,19 @@ class AttentionCall:
 
         `check` says at which queries softmax(scores) V is compared with the output, see there.
         """
+        call = self.local()
         dense: dict[str, Tensor] = {}
         for name in (name for name in DENSE if name in names):
-            self._check_budget(name, max_bytes)
-            dense[name] = self.query.new_empty(self.grid, dtype=self.dtype)
+            call._check_budget(name, max_bytes)
+            dense[name] = call.query.new_empty(call.grid, dtype=call.dtype)
         others = [name for name in dict.fromkeys(names) if name not in TENSORS and name not in DENSE]
-        statistics, add = collecting(self, others)
-        is_checked = check != "nothing" and not self.query.is_meta and bool(self.key.shape[-2])
-        gate = Gate(self, tolerance) if is_checked else None
-        for tile in self.tiles() if dense or others or (gate is not None and check == "all") else ():
+        statistics, add = collecting(call, others)
+        is_checked = check != "nothing" and not self.query.is_meta and bool(call.key.shape[-2])
+        gate = Gate(call, tolerance) if is_checked else None
+        for tile in call.tiles() if dense or others or (gate is not None and check == "all") else ():
             for name, value in dense.items():
                 part = getattr(tile, name)
-                if part.shape == self.grid and len(dense) == 1 and not self.edits:
+                if part.shape == call.grid and len(dense) == 1 and not call.edits:
                     dense[name] = part  # which nobody else holds
                 else:
                     value[tile.batch, :, tile.queries] = part
@@ -197,7 +200,7 @@ class AttentionCall:
             if gate is not None and check == "all":
                 gate.add(tile)
         if gate is not None:
-            for tile in self.samples() if check == "some" else ():
+            for tile in call.samples() if check == "some" else ():
                 gate.add(tile)
             gate.verify()
         self.computed.update(dense | statistics)
@@ -211,6 +214,18 @@ class AttentionCall:
         the user lets float32 products be computed in TF32 or bfloat16).
         """
         self.compute((), 0, check="all", tolerance=tolerance)
+
+    def local(self) -> AttentionCall:
+        """The sequences and heads of this rank where the call was given DTensors, else the call itself."""
+        if not is_dtensor(self.query):
+            return self
+        if self.is_softmax:
+            raise InterpError(
+                "the model takes a softmax of DTensors itself; expected F.scaled_dot_product_attention: call "
+                "model.set_attn_implementation('sdpa'), or capture attn.v or attn.z, which are gathered"
+            )
+        tensors = {name: getattr(self, name) for name in TENSORS.values()}
+        return replace(self, **local_parts(tensors, self.mask))
 
     def run(self, attention: Callable[..., Tensor]) -> Tensor:
         """[B, N, T, H'] of another attention function, called with tensors as the model had arranged them."""
@@ -231,7 +246,7 @@ class AttentionCall:
         `name` is raw, scores or pattern; `change` is given [B, N, T, S] in `dtype`. Raises as `tiles`.
         """
         self.check_known(name)
-        whole = self._whole(name)
+        whole = self.local()._whole(name)
         value = change(whole if self.query.dim() == 4 else whole.squeeze(0))
         later = DENSE[DENSE.index(name) + 1 :]
         kept = {key: edit for key, edit in self.edits.items() if key not in later}

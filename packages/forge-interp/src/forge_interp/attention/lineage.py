@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from forge_interp.attention.placement import is_dtensor, unrepeated
+
 
 def _both(*names: str) -> set[Any]:
     """Functions of torch and methods of tensors by these names."""
@@ -165,11 +167,11 @@ class Lineage:
     def repeats(self, values: Tensor) -> int:
         """How many times keys or values were repeated for the heads, and not changed in place since."""
         times, version = self._repeats.get(values) or (1, None)
-        if times == 1:
-            return 1
+        if times == 1 or is_dtensor(values):
+            return times
         if version is not None:
             return times if version == _version(values) else 1
-        return times if torch.equal(values, values[:, ::times].repeat_interleave(times, 1)) else 1
+        return times if torch.equal(values, unrepeated(values, times).repeat_interleave(times, 1)) else 1
 
     def undone(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments with queries [B, N, T, H], keys and values [B, K, S, H], and what of these was undone.
@@ -184,7 +186,7 @@ class Lineage:
             plain = {name: unpack(given[name], heads) for name in ("query", "attn_mask")}
             return given | plain, {"packed": heads}
         repeats = self.repeats(key), self.repeats(value)
-        plain = {"key": key[:, :: repeats[0]], "value": value[:, :: repeats[1]]}
+        plain = {"key": unrepeated(key, repeats[0]), "value": unrepeated(value, repeats[1])}
         return given | plain, {"packed": None, "repeats": repeats}
 
 

@@ -39,6 +39,7 @@ def extract_representations(
     rank: int | None = None,
     world_size: int | None = None,
     group: Any = None,
+    writes: bool = True,
     identity: str | None = None,
     resume: bool = True,
     progress: bool = True,
@@ -72,6 +73,7 @@ def extract_representations(
         world_size: how many processes share the parts. The output does not depend on it.
         group: processes that wait for each other at the end; default: all, when torch.distributed gave the
             rank or the model is sharded. Without a group, whoever ends last writes the index.
+        writes: False on processes that share a model and a `rank` with one that writes (tensor parallelism).
         identity: a name that is compared in place of rows, for a model that gives others in each call.
         resume: False writes the share of this process anew, whatever is there.
         progress: draw a bar on a terminal; of a group only the first rank does.
@@ -97,7 +99,7 @@ def extract_representations(
     folder = None if out is None else _folder(Path(out))
     names, patterns = Names(tokens, mask, pad_id), [sites] if isinstance(sites, str) else list(sites)
     batch_size, (rank, world_size) = int(batch_size), (n if n is None else int(n) for n in (rank, world_size))
-    chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group)
+    chosen, processes = by_pattern(select, patterns), Processes.of(model, rank, world_size, group, writes)
     kept = [keep] if isinstance(keep, str) else list(keep)
     source = open_dataset(dataset, batch_size, names)
     foreign = rows_of_others(model, patterns, tokens)
@@ -133,6 +135,14 @@ def extract_representations(
             stacklevel=2,
         )
     return ActivationStore(folder)
+
+
+def finish_extraction(out: str | Path) -> ActivationStore:
+    """Write the index once all processes have written their parts; InterpError lists those missing."""
+    parts = Parts(Path(out), {})
+    if parts.missing() == []:
+        parts.finish(len(parts.numbers()))
+    return ActivationStore.open(out)
 
 
 def _folder(out: Path) -> Path:

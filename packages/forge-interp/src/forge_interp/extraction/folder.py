@@ -125,9 +125,7 @@ class Parts:
             raise InterpError(f"{self.folder} has no {INDEX}; expected a folder that an extraction wrote")
         missing = self.missing()
         if missing == []:
-            raise InterpError(
-                f"{self.folder} is not whole yet; all parts are there: run the extraction again"
-            )
+            raise InterpError(f"{self.folder} is not whole yet; all parts are there: call finish_extraction")
         some = "more parts" if missing is None else f"parts {', '.join(map(str, missing[:8]))}"
         raise InterpError(
             f"{self.folder} is not whole yet: it waits for {some}; run the extraction again to go on"

@@ -121,7 +121,7 @@ class Activations(BySite):
 
     def _take(self, tapped: str, site: Site, module: nn.Module, value: Any) -> Tensor | None:
         """Keep a copy of a value; with gradients, what the model goes on with in its place."""
-        key, replacement, options = str(site), None, self._options
+        key, replacement, followed, options = str(site), None, None, self._options
         patterns = self._patterns[tapped]
         self._seen.update(patterns)
         if is_transformed(value.output if isinstance(value, AttentionCall) else value):
@@ -129,10 +129,12 @@ class Activations(BySite):
                 f"site {key!r} holds a tensor of torch.func; call the model outside of vmap, grad, jvp"
             )
         if isinstance(value, AttentionCall):
+            query = value.edits["scores"] if value.is_softmax else value.query
+            followed = None if site.path[0] in ("k", "v") else query
             value = self._read(value, site)
         if options.grad:
             value, replacement = self._follow(value, module, site, tapped not in self._exact)
-        kept = self._spread.full(value.detach(), module, site)
+        kept = self._spread.full(value.detach(), module, site, followed)
         select = next((options.select[pattern] for pattern in patterns if pattern in options.select), None)
         kept = kept if select is None else select(kept)
         if not isinstance(kept, Tensor):
@@ -168,7 +170,7 @@ class Activations(BySite):
                 for tap in self._taps
                 if tap.is_on_attention and tap.site.module == site.module and tap.site.call in (None, number)
             ]
-            call.compute(names, self._options.attention_bytes, check)
+            self._spread.together(partial(call.compute, names, self._options.attention_bytes, check))
             self._unchecked.discard(site.module)
         return call.read(name, self._options.attention_bytes)
 

@@ -46,7 +46,7 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
 
     def act(pattern: str, at: Site, module: nn.Module, value: Any) -> Tensor:
         reached.add(pattern)
-        if not spread.is_whole(value, module, at):
+        if spread.is_partial(value, module, at):
             raise InterpError(
                 f"edit of {str(at)!r}: tensor parallelism leaves only a part of it on this rank; edit a site "
                 "that is whole, such as the output of the block, or use one rank"

@@ -27,18 +27,21 @@ class Processes:
     size: int  # how many shares there are
     group: Any = None  # the processes that wait for each other; None when each works for itself
     in_step: bool = False  # all of the group must run the model equally often, for they hold it together
+    writes: bool = True  # False where another process of the same rank writes the rows (tensor parallelism)
 
     @classmethod
-    def of(cls, model: nn.Module, rank: int | None, world_size: int | None, group: Any) -> Processes:
+    def of(
+        cls, model: nn.Module, rank: int | None, world_size: int | None, group: Any, writes: bool
+    ) -> Processes:
         """Fill in what was not given from `torch.distributed`; InterpError where it does not go together."""
         if (rank is None) != (world_size is None):
             raise InterpError(f"rank is {rank} and world_size {world_size}; expected both or none")
         running = dist.is_available() and dist.is_initialized()
         in_step = running and is_distributed(model)
-        if running and Spread(model).is_tensor_parallel:
+        if rank is None and running and Spread(model).is_tensor_parallel:
             raise InterpError(
-                "the model is tensor parallel, so that its ranks must read the same batches; expected one "
-                "that each process holds, or that FSDP2 shards: load the exported weights"
+                "the model is tensor parallel, and its ranks must read the same batches; expected rank= and "
+                "world_size= of data parallelism, and writes=True on one rank of each tensor parallel group"
             )
         if group is None and running and (rank is None or in_step):
             group = dist.group.WORLD
@@ -47,7 +50,7 @@ class Processes:
             rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
         if not 0 <= rank < world_size:
             raise InterpError(f"rank is {rank} of {world_size}; expected 0 <= rank < world_size")
-        return cls(rank, world_size, group, in_step)
+        return cls(rank, world_size, group, in_step, writes)
 
     @property
     def is_first(self) -> bool:
@@ -66,8 +69,19 @@ class Processes:
         return num_parts * self.rank // self.size, num_parts * (self.rank + 1) // self.size
 
     def agree(self, find: Callable[[], Written]) -> Written:
-        """Return what is written of this rank. Collective if in step: an error of one is raised on all."""
-        return self._gathered(find)[dist.get_rank(self.group)] if self.in_step else find()
+        """Return what is written of this rank, as its writing process finds. Collective if in step.
+
+        An error of one process is raised on all.
+        """
+        if not self.in_step:
+            return find()
+        states = self._gathered(lambda: (self.rank, self.writes, find()))
+        found = [written for rank, writes, written in states if rank == self.rank and writes]
+        if len(found) != 1:
+            raise InterpError(
+                f"{len(found)} processes write rank {self.rank}; expected one: give writes=False to others"
+            )
+        return found[0]
 
     def steps(self, mine: Iterator[Batch], spare: Callable[[], Batch]) -> Iterator[tuple[Batch, bool]]:
         """Yield each batch and whether its rows count. Collective when in step.

@@ -89,13 +89,13 @@ class Share:
         found: dict[int, Part] = {}
 
         def find() -> Written:
-            found.update(parts.intact(start, stop))
+            found.update(parts.intact(start, stop) if processes.writes else {})
             return {number: (part.batches, part.inputs) for number, part in found.items()}
 
         written = processes.agree(find)
         self._columns = next((part.columns for part in found.values()), ())
         limit = num_parts if processes.size > 1 else None if index is None else len(index["parts"])
-        self._parts = parts
+        self._parts = parts if processes.writes else None
         try:
             self._extract(self._batches(start, stop, limit, written))
         except BaseException as error:

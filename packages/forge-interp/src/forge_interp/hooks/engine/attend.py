@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 from forge_interp.attention.call import AttentionCall
 from forge_interp.attention.flex import as_sdpa, flex_result, is_flex
 from forge_interp.attention.lineage import Lineage, product_with_values
-from forge_interp.attention.placement import is_dtensor
-from forge_interp.errors import InterpError
 from forge_interp.hooks.engine.taps import Phase, Tap
 from forge_interp.hooks.engine.torch_private import function_modes
 from forge_interp.hooks.sites import ATTENTION_TENSORS
@@ -88,12 +86,6 @@ def serve(
     taps: list[Tap], attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], lineage: Lineage
 ) -> AttentionCall:
     """Run one attention call through taps; the model goes on with what it returned."""
-    if any(map(is_dtensor, (*args, *kwargs.values()))):
-        raise InterpError(
-            f"site {str(taps[0].site)!r}: attention is computed with DTensors, and each rank holds only a "
-            "part of it; expected plain tensors: shard the model with FSDP2 in place of tensor parallelism, "
-            "or name a site around attention, which is gathered"
-        )
     edits, early, late = (
         [tap for tap in taps if tap.phase is phase]
         for phase in (Phase.EDIT, Phase.BEFORE_EDITS, Phase.AFTER_EDITS)
