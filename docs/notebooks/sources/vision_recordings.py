@@ -13,6 +13,8 @@
 # A disc, a square, a triangle or a cross of random size, place and colour, before a striped ground of random colour and angle.
 
 # %% alt: A row of ten small pictures, each with one disc, square, triangle or cross in front of stripes.
+from itertools import pairwise
+
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
@@ -71,7 +73,7 @@ class Network(nn.Module):
             nn.Sequential(
                 nn.Conv2d(a, b, 3, stride=1 if stage == 0 else 2, padding=1), nn.GroupNorm(4, b), nn.ReLU()
             )
-            for stage, (a, b) in enumerate(itertools.pairwise(widths))
+            for stage, (a, b) in enumerate(pairwise(widths))
         )
         self.head = nn.Linear(widths[-1], len(KINDS))
 
@@ -86,8 +88,8 @@ untrained, model = Network(), Network()
 model.load_state_dict(untrained.state_dict())
 pictures, kinds = draw(4096, seed=1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.01)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=450)
-for step in range(450):
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=400)
+for step in range(400):
     batch = slice(64 * step % 4096, 64 * step % 4096 + 64)
     loss = nn.functional.cross_entropy(model(pictures[batch]), kinds[batch])
     optimizer.zero_grad()
