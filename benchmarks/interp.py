@@ -56,7 +56,6 @@ MIDDLE = ("nnsight stop", "transformer_lens run_with_cache", "forge capture", "f
 GROWING = (
     "hooks, kept, np.savez",
     "forge extract",
-    "forge extract, export .safetensors",
     "forge extract, export .npz",
 )
 

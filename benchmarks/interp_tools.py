@@ -276,7 +276,6 @@ TOOLS: dict[str, Tool] = {
     "forge capture": forge_capture,
     "forge extract": forge_extract(),
     "forge extract, export .npz": forge_extract(".npz"),
-    "forge extract, export .safetensors": forge_extract(".safetensors"),
 }
 
 
