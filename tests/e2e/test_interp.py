@@ -137,10 +137,11 @@ def test_run_whose_disk_is_full_says_so_and_goes_on_when_there_is_room(forge, ti
     path = tiny(steps=3, extra=RECORD.replace("samples = 3", "samples = 300"))
     folder = tmp_path / "runs" / "tiny" / "activations"
     quiet = {"capture_output": True, "text": True, "env": forge.environment}
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    forge("train", tiny(steps=3, name="before.toml", root=tmp_path / "before"))  # makes the store of tokens
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (15_000, 15_000))  # a part has 21 kB
     done = subprocess.run(forge.command("train", path), preexec_fn=limit, **quiet)
     assert done.returncode == 78, done.stderr
-    assert "step-00000000 cannot be written" in done.stderr and "expected room on that disk" in done.stderr
+    assert "trial cannot be written" in done.stderr and "expected room on that disk" in done.stderr
     assert "Traceback" not in done.stderr and list(folder.iterdir()) == []
     forge("train", path)
     assert steps_of(folder.parent) == [f"step-{step:08d}" for step in (0, 2, 3)]
