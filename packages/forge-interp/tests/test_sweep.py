@@ -270,3 +270,41 @@ def test_sweep_equals_whole_passes_in_families_of_transformers(name: str, padded
     given = (model, doubled(clean, torch.float32), doubled(corrupted, torch.float32), layers, of_output)
     whole, found = (activation_patching(*given, where="positions", at_once=n) for n in (None, 7))
     np.testing.assert_allclose(found.values, whole.values, rtol=0, atol=1e-5)
+
+
+class Leaving(nn.Module):
+    """Leaves what it computes on itself, or in a list that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x, left):
+        self.last = self.a(x).tanh()
+        left.append(self.last)
+        return x + self.last
+
+
+class Remembering(nn.Module):
+    """Its output reads what the first layer left behind."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.layers, self.listed = nn.ModuleList(Leaving() for _ in range(3)), listed
+
+    def forward(self, x):
+        left = []
+        for layer in self.layers:
+            x = layer(x, left)
+        return x + (sum(left) if self.listed else self.layers[0].last)
+
+
+@pytest.mark.parametrize("where", [None, "positions"])
+@pytest.mark.parametrize("listed", [False, True], ids=["attribute", "list"])
+def test_what_modules_that_are_left_out_should_have_left_behind_is_missed(listed, where):
+    torch.manual_seed(1)
+    model, (clean, corrupted) = Remembering(listed).double(), torch.randn(2, 3, 5, 8).double()
+    sites, keys = ["layers.0.a", "layers.2.a"], {"where": where, "progress": False}
+    metric = lambda output: (output[:, -1] * torch.arange(8)).sin().mean()  # noqa: E731
+    with pytest.raises(InterpError, match="modules remember earlier calls"):
+        activation_patching(model, clean, corrupted, sites, metric, at_once=1, **keys)

@@ -94,7 +94,8 @@ class Sweep:
         self._owners = {site: modules[Site.parse(site).module] for site in acts}
         self._inside = {module: {*module.modules()} - {module} for module in model.modules()}
         self._outputs, self._starts, output = self._record()
-        self._corrupted, self._checked = score(metric, self._split("the output", output)[0]), -1.0
+        self._corrupted = score(metric, self._split("the output", output)[0])
+        self._checked: dict[frozenset[nn.Module], float] = {}
         floats = [x for x in (*acts.values(), *_tensors(output).values()) if x.is_floating_point()]
         self._eps = max((torch.finfo(x.dtype).eps for x in floats), default=0.0)
         self._largest = max(
@@ -104,9 +105,10 @@ class Sweep:
     def scores(self, places: Sequence[Place]) -> list[float]:
         """The metric with each of these places patched alone.
 
-        The largest and the smallest effect are checked by a run of each alone, whenever the largest is twice
-        that of all runs checked before: there it shows if samples depend on each other, or modules remember.
-        InterpError where the metric differs by more than rounding.
+        The largest and the smallest effect are checked by a run of each alone, whenever modules are left out
+        that never were together, or the largest is twice that of all such runs checked before: there it shows
+        if samples depend on each other, or modules remember. InterpError where the metric differs by more
+        than rounding.
         """
         places = [*places, *[places[-1]] * (self._at_once - len(places))]
         sites = {site for site, _ in places}
@@ -120,8 +122,9 @@ class Sweep:
             output = self._call(forwards)
         found = [score(self._metric, part) for part in self._split("the output", output)]
         effects = np.nan_to_num(np.abs(np.array(found) - self._corrupted), nan=np.inf)
-        if effects.max() > 2 * self._checked:
-            self._checked = effects.max()
+        left_out = frozenset(forwards)
+        if effects.max() > 2 * self._checked.get(left_out, -1.0):
+            self._checked[left_out] = effects.max()
             for number in {int(effects.argmax()), int(effects.argmin())}:
                 self._check(places[number], found[number])
         return found
