@@ -314,6 +314,22 @@ def test_edit_of_a_call_that_never_was_is_not_made_in_recomputation(x):
     assert torch.equal(gradient({"1.inner.0#3": torch.zeros_like}), plain)
 
 
+def test_a_forward_in_a_custom_backward_is_a_call_as_any_other(model, x):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            return model(gradient)
+
+    with capture(model, "0") as acts, edit(model, {"0#1": lambda v: v * 0}):
+        out = Through.apply(x.requires_grad_()) + model(x)
+        out.sum().backward()
+    assert set(acts) == {"0:out", "0:out#1"} and not acts["0#1"].any()
+
+
 def test_capture_opened_in_a_backward_pass_sees_what_runs_there(model, x):
     seen = []
 

@@ -7,7 +7,7 @@ is one pass for each large tensor, by code for a CPU or by Triton; results are t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -61,8 +61,9 @@ def step_compiled(
     from torch._dynamo.exc import BackendCompilerFailed  # takes seconds, and compiling needs it anyway
 
     flat = [tensor.detach().view(-1) for tensor in tensors]
-    # as tensors, for a new learning rate would be compiled anew
-    given = [torch.tensor(n, dtype=torch.float64) if isinstance(n, float) else n for n in numbers]
+    # as tensors, for a new learning rate would be compiled anew; filled, for a copy waits for the device
+    number = partial(torch.full, (), dtype=torch.float64, device=flat[0].device)
+    given = [number(n) if isinstance(n, float) else n for n in numbers]
     try:
         _compiled(formula)(finite, wide, flat, given)
     except BackendCompilerFailed as error:

@@ -272,7 +272,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._rules, self._elementwise = dict(rules), frozenset(elementwise)
         self._shared, self._compiled = dict(shared or {}), compiled
         if compiled:
-            importlib.import_module("torch._dynamo.eval_frame")  # before the first step, which is timed
+            # in a step a stand-in may be in the place of the compiler (see `without_dynamo`)
+            importlib.import_module("torch._dynamo.eval_frame")
 
     def finite(self) -> Tensor | None:
         """[] bool, false where the step must change nothing; None where it is known to be true.

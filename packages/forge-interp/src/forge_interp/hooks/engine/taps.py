@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from forge_interp.errors import InterpError, kind_of
 from forge_interp.hooks.engine import values
-from forge_interp.hooks.engine.torch_private import backward_number
+from forge_interp.hooks.engine.torch_private import backward_number, is_recomputing
 from forge_interp.hooks.sites import Site, unwrapped
 
 
@@ -49,11 +49,11 @@ class Tap:
             self.module = unwrapped(self.module)
 
     def begin(self) -> int | None:
-        """The number of a call that begins; None for one in a backward pass begun since the tap was made.
+        """The number of a call that begins; None where activation checkpointing makes one again.
 
-        There activation checkpointing makes calls again.
+        That it does from within a backward pass, begun since the tap was made.
         """
-        if backward_number() not in (-1, self._backward):
+        if backward_number() not in (-1, self._backward) and is_recomputing():
             return None
         with self._lock:
             call, self.calls = self.calls, self.calls + 1

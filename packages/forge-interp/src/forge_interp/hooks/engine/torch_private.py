@@ -1,10 +1,12 @@
 """Every private name of torch that hooks need; all are there from 2.11 on."""
 
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.overrides
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 _C: Any = torch._C
@@ -14,6 +16,15 @@ _RECORDS = "transformers.utils.output_capturing"
 def backward_number() -> int:
     """Of the backward pass that this thread is in; -1 outside."""
     return _C._current_graph_task_id()
+
+
+def is_recomputing() -> bool:
+    """Whether activation checkpointing of torch is what runs a module from within a backward pass.
+
+    A custom `autograd.Function` may call modules there, too, and these are calls as any other.
+    """
+    frames = traceback.walk_stack(None)
+    return any(frame.f_code.co_filename == torch.utils.checkpoint.__file__ for frame, _ in frames)
 
 
 def saved_tensors_hooks() -> Any:
