@@ -117,6 +117,9 @@ def a_rank(run: Path, word: bytes = b"train") -> int:
 APART = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 """Each node has process ids of its own: from one it cannot be told whether a process of the other lives."""
 
+ONE_FAILS = ["sh", "-c", '[ "$SLURM_PROCID" = 0 ] || exec sleep 60; sleep 2; exit 1']
+"""Rank 0 fails, while the others go on."""
+
 
 def test_lost_node_is_followed_and_its_orphan_leaves(slurm, forge, tiny, tmp_path, run, launch):
     forge("train", tiny(steps=STEPS, name="whole.toml", root=tmp_path / "whole"))
@@ -148,10 +151,12 @@ def test_time_limit_puts_the_run_back_and_scancel_ends_it(slurm, tiny, run, laun
     slurm.wait_until_empty(120)
 
 
-def test_failing_again_and_again_ends(slurm, tiny, run, launch):
-    launch(tiny(), container=["false"])
+@pytest.mark.parametrize(("container", "nodes", "code"), [(["false"], 1, 1), (ONE_FAILS, 2, 143)])
+def test_failing_again_and_again_ends(slurm, tiny, run, launch, container, nodes, code):
+    """The code is the highest of all ranks: of two, the one that srun has ended because the other failed."""
+    launch(tiny(), container=container, nodes=nodes)
     slurm.wait_until_empty(200)
-    assert [start["code"] for start in starts(run)] == [1, 1, 1]
+    assert [start["code"] for start in starts(run)] == [code] * 3 and all(s["failed"] for s in starts(run))
     assert "3 starts failed without a new checkpoint; the job does not run again" in log(run)
 
 
