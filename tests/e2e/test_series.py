@@ -153,3 +153,18 @@ def test_ranks_evaluate_averages_of_a_run_whose_batch_they_could_not_share(forge
     forge("eval", run, "--json", one)
     forge("eval", run, "--json", many, ranks=2)
     assert json.loads(many.read_text()) == pytest.approx(json.loads(one.read_text()), rel=1e-6)
+
+
+@pytest.mark.dist
+def test_ranks_evaluate_on_a_mesh_of_their_own(forge, tiny, tmp_path):
+    run, one, many = tmp_path / "runs" / "tiny", tmp_path / "one.json", tmp_path / "many.json"
+    forge("train", tiny(steps=3))
+    forge("eval", run, "--json", one)
+    said = forge("eval", run, "--json", many, "--mesh.tp=2", "--mesh.dp_shard=1", ranks=2)
+    assert json.loads(many.read_text()) == pytest.approx(json.loads(one.read_text()), rel=1e-6), said.stderr
+    alone = forge("eval", run, "--mesh.tp=1", check=False)
+    assert alone.returncode == 78 and "several ranks" in alone.stderr
+    other = forge("eval", run, "--train.micro_batch=1", check=False)
+    assert other.returncode == 78 and "--train.micro_batch=1" in other.stderr
+    too_many = forge("eval", run, "--mesh.tp=3", ranks=2, check=False)
+    assert too_many.returncode == 78 and "mesh" in too_many.stderr

@@ -173,6 +173,8 @@ def _add_eval(commands: Any) -> None:
     evaluate.add_argument("--limit", type=count, help="questions of a task at most")
     evaluate.add_argument("--batch-size", type=count, help="train.micro_batch if absent")
     evaluate.add_argument("--json", metavar="FILE", help="write all numbers")
+    evaluate.epilog = "Started as several ranks, it takes keys of [mesh] in place of the run's: --mesh.tp=2"
+    evaluate.set_defaults(takes_keys=True)
 
 
 def _branch(options: argparse.Namespace) -> ExitCode:
@@ -217,7 +219,8 @@ def _look_here(options: argparse.Namespace) -> int:
 
         return show_sample(options)
     from forge_trainer.commands.dynamics import follow_run
-    from forge_trainer.commands.evaluate import evaluate_run, export_run
+    from forge_trainer.commands.evaluate import evaluate_run
+    from forge_trainer.commands.export import export_run
     from forge_trainer.commands.extract import extract_run
     from forge_trainer.commands.generate import generate_text
     from forge_trainer.commands.verify_export import verify_export

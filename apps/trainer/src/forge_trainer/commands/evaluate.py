@@ -1,36 +1,30 @@
-"""What one does with a run that exists: let it write, evaluate it, export it. In one process."""
+"""The model of a run at a step, and `forge eval`."""
 
 import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from forge_ckpt.error import CheckpointError, DamagedError, UnreadableError
-from forge_ckpt.interop.weights import write_weights
 from forge_ckpt.state import MODEL, OPTIMIZER, model_tensors
 from forge_ckpt.store import Store
 from forge_config import ConfigError
 from forge_data.sources.config import FilesConfig
-from forge_data.tokenizer.tokenizer import Tokenizer
-from forge_model.config import ComposedConfig
-from forge_model.error import ModelError
 from forge_parallel.apply import materialize
 from forge_parallel.env import Env
 from forge_parallel.mesh import Mesh
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from forge_trainer.checkpoints.init_from import form_of
-from forge_trainer.commands.steps import flat, folder_of, is_series, of_each_step, require_none, write_table
+from forge_trainer.commands.steps import flat, is_series, of_each_step, require_none, write_table
 from forge_trainer.config.eval import EvalSetConfig, prefixed
 from forge_trainer.config.job import Job
 from forge_trainer.data.evaluation_sets import open_evaluations
-from forge_trainer.endings import generation_of, stops_of, trained_template
+from forge_trainer.endings import stops_of
 from forge_trainer.optim import OptimizerConfig
 from forge_trainer.run_dir.files import RunFiles, read_job
 
@@ -194,7 +188,9 @@ def evaluate_run(options: argparse.Namespace) -> None:
     """`forge eval`: the loss on held-out text, evaluation sets or `--text`, or the scores of `--tasks`."""
     if options.tasks is not None and options.text:
         raise ConfigError("--tasks bring their own text: give --text in a command of its own")
-    if (env := Env.detect()).world_size > 1:
+    env = Env.detect()
+    _require_mesh_keys(options.overrides, env.world_size)
+    if env.world_size > 1:
         found, damaged = _evaluate_shared(options)
         if env.rank > 0:
             return require_none(damaged)
@@ -205,6 +201,18 @@ def evaluate_run(options: argparse.Namespace) -> None:
     if is_series(options) or options.table is not None:
         write_table([flat(one) for one in found], None if options.table is None else Path(options.table))
     require_none(damaged)
+
+
+def _require_mesh_keys(overrides: Sequence[str], world_size: int) -> None:
+    """See that there is nothing in place of the run's own keys but the layout of several ranks."""
+    unknown = [key for key in overrides if not key.startswith("--mesh.")]
+    if unknown:
+        raise ConfigError(f"given {' '.join(unknown)}; expected no keys but those of [mesh], as --mesh.tp=2")
+    if overrides and world_size == 1:
+        raise ConfigError(
+            f"given {' '.join(overrides)} in one process; expected several ranks to lay out: start it by "
+            "torchrun, or leave it out"
+        )
 
 
 def _evaluate_shared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
@@ -289,112 +297,3 @@ def write_json(path: Path, found: Any) -> None:
         path.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written: {error}") from None
-
-
-class Cast(Mapping[str, Tensor]):
-    """Tensors whose floating-point numbers are of one dtype; each is read when it is taken.
-
-    Args:
-        tensors: by name.
-        dtype: None leaves them as they are.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-        self._tensors, self._dtype = tensors, dtype
-
-    def __getitem__(self, name: str) -> Tensor:
-        value = self._tensors[name]
-        return value.to(self._dtype) if self._dtype is not None and value.is_floating_point() else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-class _Export(NamedTuple):
-    """How a run is exported.
-
-    Attributes:
-        config: its `config.json`.
-        files: text of more files by name.
-        theirs: our tensors by the names that they are written with.
-        why: what to tell about it.
-    """
-
-    config: Mapping[str, Any]
-    files: Mapping[str, str]
-    theirs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-    why: str
-
-
-def _export_of(job: Job, run: Path, tokenizer: Tokenizer) -> _Export:
-    """As a model of transformers; a composed model that none of its classes computes, in a folder of our own.
-
-    Raises:
-        ModelError: it has no form.
-    """
-    form, known = form_of(job.model, "forge export"), tokenizer.vocab_size
-    told = json.loads(job.data.tokenizer.hf_files(job.model.max_tokens).get("tokenizer_config.json", "{}"))
-    try:
-        config = form.config()
-
-        def spell(token: int | None) -> str:
-            if token is None:
-                return str(told.get("bos_token") or "")
-            return tokenizer.spell([token]) if token < known else ""
-
-        why = f"it is a {config['architectures'][0]} of transformers"
-        lacks = form.lacks(spell)
-        return _Export(config, form.files(spell), form.theirs, f"{why}\n{lacks}" if lacks else why)
-    except ModelError as error:
-        if not isinstance(job.model, ComposedConfig):
-            raise
-        files = {"config.toml": RunFiles(run).config.read_text(encoding="utf-8")}
-        why = f"{error}\nso this is a folder of Forge's own: train.init_from takes it"
-        return _Export({"model_type": "forge"}, files, lambda tensors: tensors, why)
-
-
-def export_run(options: argparse.Namespace) -> None:
-    """`forge export`: weights as Hugging Face safetensors, configs and tokenizer; all of it or nothing.
-
-    Tensors are read, named and written one by one: the model never lies in memory. Of several steps, each has
-    a folder of its own in `out`.
-    """
-    out = Path(options.out)
-
-    def export(step: int | None) -> None:
-        _export_step(options, step, folder_of(out, step) if is_series(options) and step is not None else out)
-
-    require_none(of_each_step(options, export)[1])
-
-
-def _export_step(options: argparse.Namespace, asked: int | None, folder: Path) -> None:
-    job = read_job(Path(options.directory))
-    model, tokenizer = model_on_meta(job), job.data.tokenizer.build()
-    export = _export_of(job, Path(options.directory), tokenizer)
-    as_dtype = partial(Cast, dtype=getattr(torch, options.dtype) if options.dtype else None)
-    empty = {name.removeprefix(MODEL): tensor for name, tensor in model_tensors(model).items()}
-    like = as_dtype(export.theirs(empty))
-    generation, template = generation_of(job, tokenizer), trained_template(job, tokenizer)
-    files = job.data.tokenizer.hf_files(job.model.max_tokens)
-    more = {"generation_config.json": json.dumps(generation, indent=2) + "\n"}
-    if files and template is not None:
-        more["chat_template.jinja"] = template
-        sys.stdout.write("the chat template is that of the conversations that the run was trained on\n")
-    ids = {
-        name: value
-        for name, value in generation.items()
-        if name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
-    hf, size, texts = {**export.config, **ids}, options.shard_bytes, {**files, **more, **export.files}
-    hf |= {"dtype": options.dtype} if options.dtype else {}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(weights: Mapping[str, Tensor]) -> None:
-        write_weights(folder, as_dtype(export.theirs(weights)), hf, size, texts, like)
-
-    step = take_step(job, model, write, asked)
-    with_tokenizer = "and the tokenizer" if files else "(this type of tokenizer has no Hugging Face form)"
-    sys.stdout.write(f"wrote {len(like)} tensors of step {step} to {folder} {with_tokenizer}\n{export.why}\n")

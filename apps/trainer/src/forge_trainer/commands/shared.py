@@ -114,7 +114,7 @@ def open_shared(options: argparse.Namespace, change: Callable[[Job], Job]) -> It
         raise ConfigError(
             f"{options.directory} is no run: it is evaluated in one process, and there are {env.world_size}"
         )
-    job = change(read_job(Path(options.directory)))
+    job = change(read_job(Path(options.directory), options.overrides))
     job.require_mesh(env.world_size)
     timeout_s, quiet = job.resilience.collective_timeout_s, _quiet(env.rank > 0)
     with process_group(env, True, timeout_s, job.process_group), quiet:

@@ -58,15 +58,19 @@ class RunFiles:
         self.progress_marks = [directory / "PROGRESS", directory.parent / ".progress" / directory.name]
 
 
-def read_job(directory: Path) -> Job:
+def read_job(directory: Path, overrides: Sequence[str] = ()) -> Job:
     """The job of a run, its name and root being where the directory lies now; imports what the run imports.
+
+    Args:
+        directory: of the run.
+        overrides: texts such as `--mesh.tp=2`, in place of what the run had.
 
     Raises:
         ConfigError: there is no run that has taken a step, its `config.toml` cannot be used, or it is of
             somebody else and would have code executed.
     """
     require_trust(directory)
-    job = load_job(_config_of(directory)).value
+    job = load_job(_config_of(directory), overrides).value
     here = directory.resolve()
     place = msgspec.structs.replace(job.job, root=str(here.parent), name=here.name)
     return msgspec.structs.replace(job, job=place)
