@@ -22,6 +22,18 @@ from forge_interp.extraction.store import ENDINGS, ActivationStore
 from forge_interp.hooks.capture import Select, by_pattern
 
 
+_KINDS: dict[str, tuple[Any, str]] = {
+    "model": (nn.Module, "an nn.Module"),
+    "sites": (Iterable, "texts such as 'layers.*:out'"),
+    "batch_size": (Integral, "a whole number"),
+    "dtype": ((torch.dtype, type(None)), "a torch.dtype such as torch.float16"),
+    "identity": ((str, type(None)), "a text"),
+    "where": ((str, type(None)), "the name of an entry of the batches"),
+    "rank": ((Integral, type(None)), "a whole number"),
+    "world_size": ((Integral, type(None)), "a whole number"),
+}
+
+
 def extract_representations(
     model: nn.Module,
     dataset: Any,
@@ -88,14 +100,9 @@ def extract_representations(
     InterpError where sites have different rows, or `out` belongs to another call, with the differences;
     OSError on a full disk, where what is done so far stays.
     """
-    check_kind("model", model, nn.Module, "an nn.Module")
-    check_kind("sites", sites, Iterable, "texts such as 'layers.*:out'")
-    check_kind("batch_size", batch_size, Integral, "a whole number")
-    check_kind("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype such as torch.float16")
-    check_kind("identity", identity, (str, type(None)), "a text")
-    check_kind("where", where, (str, type(None)), "the name of an entry of the batches")
-    for name, number in (("rank", rank), ("world_size", world_size)):
-        check_kind(name, number, (Integral, type(None)), "a whole number")
+    given = {"model": model, "sites": sites, "batch_size": batch_size, "dtype": dtype, "identity": identity}
+    for name, value in (given | {"where": where, "rank": rank, "world_size": world_size}).items():
+        check_kind(name, value, *_KINDS[name])
     folder = None if out is None else _folder(Path(out))
     names, patterns = Names(tokens, mask, pad_id), [sites] if isinstance(sites, str) else list(sites)
     batch_size, (rank, world_size) = int(batch_size), (n if n is None else int(n) for n in (rank, world_size))
@@ -126,9 +133,8 @@ def extract_representations(
         "keep": kept,
         "where": where,
     }
-    if share.to_disk(
-        Parts(folder, request | ({"outputs": share.outputs()} if identity is None else {})), resume
-    ):
+    request |= {"outputs": share.outputs()} if identity is None else {}
+    if share.to_disk(Parts(folder, request), resume):
         warnings.warn(
             f"{folder} was there, made by the same call: it is returned, of the batches nothing ran again "
             "but the first and the last, to compare; resume=False makes it anew",
