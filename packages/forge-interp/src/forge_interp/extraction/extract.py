@@ -21,7 +21,6 @@ from forge_interp.extraction.samples import Names, Samples, open_dataset
 from forge_interp.extraction.store import ENDINGS, ActivationStore
 from forge_interp.hooks.capture import Select, by_pattern
 
-
 _KINDS: dict[str, tuple[Any, str]] = {
     "model": (nn.Module, "an nn.Module"),
     "sites": (Iterable, "texts such as 'layers.*:out'"),
