@@ -189,7 +189,7 @@ def materialize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    """Allocate memory for a tensor. `empty_like` of a meta tensor would spend seconds on loading the compiler."""
+    """Allocate memory for a tensor; `empty_like` of a meta tensor would load the compiler (seconds)."""
     if is_dtensor(tensor):
         return torch.empty_like(tensor, device=device)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

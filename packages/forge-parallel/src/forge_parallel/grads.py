@@ -46,7 +46,7 @@ def global_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the norms, each [] in at least float32, on the device of the first; widens no tensor in memory."""
+    """Return the norms, each [] in at least float32, on the first device; widens no tensor in memory."""
     if len({tensor.dtype for tensor in tensors}) == len({tensor.device for tensor in tensors}) == 1:
         return capabilities.norms(tensors, torch.promote_types(tensors[0].dtype, torch.float32))
     single = [_norms([tensor])[0].to(tensors[0].device) for tensor in tensors]
