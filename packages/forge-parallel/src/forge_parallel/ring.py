@@ -166,7 +166,7 @@ class _Passed:
         return _Messages(self.around.cut, self._given(target, pieces), self._wanted(source))
 
     def give_back(self, step: int, gradient: Tensor | None) -> _Messages:
-        """Send the gradient of the pieces of `source`; receive the gradient of the pieces sent in this step."""
+        """Send the gradient of the pieces of `source`; receive the gradient of this rank's pieces."""
         target, source = (self._rank + step) % self._ranks, self.source(step)
         pieces = needed(self.around.jobs(target, self._rank))
         memory = None

@@ -321,5 +321,5 @@ def _distribute(
 
 
 def _can_be_cut(length: int, ranks: int, uneven: bool) -> bool:
-    """Whether a length can be cut into equal parts; with `uneven`, the last part may be shorter, not empty."""
+    """Whether a length can be cut into equal parts; with `uneven`, the last may be shorter but not empty."""
     return length > (ranks - 1) * -(-length // ranks) if uneven else length % ranks == 0

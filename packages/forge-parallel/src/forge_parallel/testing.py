@@ -63,7 +63,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
 
 def warm_processes() -> set[int]:
-    """Return the ids of the ranks that wait for the next job, so that a check for leaked processes spares them."""
+    """Return the ids of the ranks that wait for the next job: a check for leaked processes spares them."""
     return {process.pid for pool in _the_pool for process, _ in pool._workers}
 
 
