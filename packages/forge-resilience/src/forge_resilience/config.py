@@ -13,8 +13,8 @@ class ResilienceConfig(Config):
             SLURM's own limit always holds.
         save_margin_s: least time kept for the last checkpoint; grows with the measured saves. Measured time
             for another step and for the hooks is kept beside it.
-        max_bad_steps: number of steps in a row with a non-finite loss or gradient that are trouble; at the end
-            of a run, two are enough.
+        max_bad_steps: number of steps in a row with a non-finite loss or gradient that are trouble; at the
+            end of a run, two are enough.
         repeat_bad_steps: when the count is read and the last step was not finite, repeat it from the same
             inputs, which tells faulty hardware from bad data.
         spike_deviations: a loss is a spike if it is this many standard deviations above the median of the
