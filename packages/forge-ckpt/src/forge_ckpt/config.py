@@ -8,12 +8,12 @@ from forge_config import ALL_KEYS, Config, Meta
 
 
 class DenseConfig(Config):
-    """One entry of `[[checkpoint.dense]]`: steps that are saved beside the others, and stay for good.
+    """One entry of `[[checkpoint.dense]]`: a window of steps with further checkpoints that are kept for good.
 
     Attributes:
         to_step: the last step of the window.
         from_step: its first step.
-        every: distance of the steps in it, counted from `from_step`; or those that are powers of two.
+        every: distance of the steps in it, counted from `from_step`; or "powers_of_two".
     """
 
     free_keys = (ALL_KEYS,)
@@ -42,16 +42,16 @@ class CheckpointConfig(Config):
     """When checkpoints are written and which are kept.
 
     Attributes:
-        every_steps: distance of checkpoints; the last step is always saved. "auto" follows from how long
-            training waits for one and how often the run has failed, as measured.
+        every_steps: distance of checkpoints; the last step is always saved. "auto" computes it from the
+            measured time that training waits for one, and the measured rate of failures.
         asynchronous: training waits only until its state is copied to host memory, and goes on while it is
-            written; where memory does not suffice for a copy, it waits, and says so.
-        keep: newest checkpoints that stay, beside those that stay for good; at least 2, so that there is one
-            to fall back to.
-        keep_every_steps: checkpoints at multiples of this are saved as well, and stay for good; 0 keeps none.
-        keep_initial: what the run begins with is saved as step 0, and stays for good.
-        keep_growing: steps that grow by this factor (1, 2, 4, ... for 2) are saved as well, and stay.
-        dense: windows of steps that are saved as well, and stay for good.
+            written; where there is no memory for a copy, it waits and says so.
+        keep: number of newest checkpoints that are kept, beside those kept for good; at least 2, so that
+            there is one to fall back to.
+        keep_every_steps: checkpoints at multiples of this are saved as well, and kept for good; 0 keeps none.
+        keep_initial: save the initial state as step 0, and keep it for good.
+        keep_growing: save steps that grow by this factor (1, 2, 4, ... for 2) as well, and keep them.
+        dense: windows of steps that are saved as well, and kept for good.
     """
 
     free_keys = (ALL_KEYS,)

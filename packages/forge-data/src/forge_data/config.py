@@ -20,26 +20,26 @@ class DataConfig(Config):
 
     Attributes:
         max_tokens: length of a sequence.
-        sources: where text comes from; each sequence is drawn from one of them, by weight.
+        sources: the sources of text; each sequence is drawn from one of them, by weight.
         tokenizer: how text becomes tokens.
-        seed: of the order of sequences.
+        seed: seed of the order of sequences.
         mask_documents: keep attention and targets within documents; positions start anew in each.
         mask_boundaries: keep targets within documents, even where attention crosses them.
         packing: how documents become sequences. `concat`: laid end to end and cut. `bestfit`: only documents
-            longer than a sequence are cut, and sequences are filled with what fits best. `pad`: each document
-            alone. `crop`: sequences begin with a document, and what the last has left is left out.
-        validation_samples: held-out sequences an evaluation reads, evenly spaced; 0 reads all.
+            longer than a sequence are cut, and sequences are filled with the best-fitting pieces. `pad`: each
+            document alone. `crop`: sequences begin with a document, and the rest of the last one is dropped.
+        validation_samples: held-out sequences that an evaluation reads, evenly spaced; 0 reads all.
         workers: processes that prepare batches; 0 prepares them in the training process.
-        tokenize_workers: processes that tokenize text at the start of a run, of which one rank of a machine
-            starts them; 0 is one for each core that the rank may use, or one alone for little text.
-        phases: from which step on other weights hold.
+        tokenize_workers: processes that tokenize text at the start of a run, started by one rank of a
+            machine; 0 is one for each core that the rank may use, or one alone for little text.
+        phases: steps from which on other weights hold.
         temperature: multiplies each weight by the size of its source to the power of 1 / temperature: 1 reads
             each source in proportion to its size, infinity all alike; absent leaves the weights as they are.
-            Weights of phases are taken as they are.
-        when_exhausted: what happens where a source has been read `max_epochs` times: an error before
-            training, or the run ends there, or the others go on in proportion to their weights.
-        skip: steps or samples that are left out.
-        cache_dir: where tokenized text is kept; absent means `$FORGE_CACHE` or `~/.cache/forge`.
+            It does not change the weights of phases.
+        when_exhausted: what happens when a source has been read `max_epochs` times: an error before training,
+            or the run ends there, or the other sources go on in proportion to their weights.
+        skip: steps or samples to leave out.
+        cache_dir: the folder of tokenized text; absent means `$FORGE_CACHE` or `~/.cache/forge`.
     """
 
     free_keys = ("validation_samples", "workers", "tokenize_workers", "cache_dir")
@@ -78,7 +78,7 @@ class DataConfig(Config):
             yield from self._unstreamable()
 
     def _unstreamable(self) -> Iterator[str]:
-        """What is read in order cannot be asked for by number."""
+        """Yield options that need random access, which streamed sources do not have."""
         contradictions = {
             f'packing = "{self.packing}" (a stream is packed by "concat")': self.packing != "concat",
             "temperature (how long a stream is, is not known)": self.temperature is not None,

@@ -20,10 +20,10 @@ class Prompt(NamedTuple):
 
     Attributes:
         tokens: ids.
-        inputs: what else it takes, numpy arrays by name, of a batch of one.
+        inputs: further inputs, numpy arrays by name, of a batch of one.
         host: names of inputs that stay on the host.
-        by_token: names of inputs [1, ..., T]. In a batch they are padded on the left with zeros, as tokens
-            are; others are laid one behind the other.
+        by_token: names of inputs [1, ..., T]. A batch pads them on the left with zeros, as it pads tokens,
+            and concatenates all other inputs.
     """
 
     tokens: list[int]
@@ -47,7 +47,7 @@ class ModelConfig(Config):
 
     @property
     def item_tokens(self) -> int:
-        """Tokens of a sequence that an item takes which is no text, such as an image; 0 if there are none."""
+        """Tokens of a sequence that an item such as an image takes; 0 if the model has no items."""
         return 0
 
     @property
@@ -56,30 +56,30 @@ class ModelConfig(Config):
         return self.vocab_size
 
     def build(self) -> nn.Module:
-        """The model, with parameters not yet meaningful; build it under `torch.device("meta")`."""
+        """Build the model, without meaningful values; build it under `torch.device("meta")`."""
         raise NotImplementedError
 
     def parts(self) -> dict[str, ModelConfig]:
-        """The models that this one is composed of, by the prefix of their weights; empty if it is one."""
+        """The models this one is composed of, by the prefix of their weights; empty for a single model."""
         return {}
 
     def seeds(self) -> dict[str, ModelConfig]:
-        """The models whose weights parts of this one may start from, by the prefix of these parts."""
+        """Models whose weights can initialize parts of this one, by the prefix of these parts."""
         return self.parts()
 
     def seed_of(self, name: str) -> str | None:
-        """The weight of one of `seeds`, behind its prefix, from which a weight starts; None if none does."""
+        """Return the name, in one of `seeds`, of the weight that initializes `name`; None if none does."""
         return name
 
     def items(self) -> Any:
-        """The reader of items that are no text: a `forge_data.sources.items.ItemReader`, or None."""
+        """The reader of items such as images: a `forge_data.sources.items.ItemReader`, or None."""
         return None
 
     def prompt(self, text: str, images: Sequence[bytes], tokenizer: Any) -> Prompt:
         """Prepare the inputs of a prompt with images.
 
         Args:
-            text: of the prompt.
+            text: text of the prompt.
             images: the files of its images.
             tokenizer: a `forge_data.tokenizer.tokenizer.Tokenizer`.
 
@@ -107,9 +107,9 @@ class ModelConfig(Config):
         """Model FLOPs of forward and backward over a batch.
 
         Args:
-            shapes: of the inputs by name, `tokens` [B, T] among them.
+            shapes: shapes of the inputs by name, `tokens` [B, T] among them.
             causal: see `flops_per_token`.
-            frozen: parts by name of which nothing is trained.
+            frozen: names of parts that are not trained.
         """
         batch, tokens = shapes["tokens"]
         return batch * tokens * self.flops_per_token(tokens, causal)
@@ -124,7 +124,7 @@ class ModelConfig(Config):
 
     @property
     def extra_tokens(self) -> int:
-        """Rows beside the tokens in which the first stage of a pipeline passes on what later ones need."""
+        """Rows beside the tokens, in which the first pipeline stage passes on features to later ones."""
         return 0
 
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
@@ -134,18 +134,18 @@ class ModelConfig(Config):
             tp: ranks that share matrices.
             cp: ranks that share a sequence.
             sequence: whether the residual stream is cut over the ranks of tp.
-            method: of context parallelism.
+            method: method of context parallelism.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they would.
         """
 
     def scales_learning(self) -> bool:
-        """Whether learning rates of its parameters follow from its width."""
+        """Whether learning rates of its parameters depend on its width."""
         return False
 
     def length_borders(self) -> list[int]:
-        """The numbers of tokens above which all positions of a sequence turn otherwise, rising."""
+        """Return, rising, the sequence lengths above which the rotation of all positions changes."""
         return []
 
     def expert_counts(self) -> dict[str, int]:
@@ -153,11 +153,11 @@ class ModelConfig(Config):
         return {}
 
     def block_kinds(self) -> int:
-        """How many kinds of blocks there are, each compiled for itself."""
+        """Number of kinds of blocks, each of which is compiled separately."""
         return 1
 
     def require_cut_experts(self, ranks: int) -> None:
-        """See that so many ranks can each have a part of the hidden width of every expert.
+        """Check that each of `ranks` ranks can have a part of the hidden width of every expert.
 
         Raises:
             ValueError: they cannot, or there are no experts.
@@ -167,22 +167,22 @@ class ModelConfig(Config):
         )
 
     def expert_groups(self) -> dict[str, int]:
-        """Of each of these layers, how many groups of experts there are if a token chooses in some; or 1."""
+        """For each of these layers, the number of expert groups if a token chooses among some; or 1."""
         return dict.fromkeys(self.expert_counts(), 1)
 
     def require_learning(self) -> None:
-        """See that every part of the model can learn, as far as its configuration tells.
+        """Check that every part of the model can learn, as far as its configuration shows.
 
         Raises:
             ValueError: one cannot.
         """
 
     def require_stages(self, layers: Sequence[int], is_v: bool = False) -> None:
-        """See that the model can be cut into the stages of a pipeline.
+        """Check that the model can be cut into the stages of a pipeline.
 
         Args:
-            layers: how many each stage is to have; 0 where that is not said.
-            is_v: one rank has the first and the last stage.
+            layers: number of layers of each stage; 0 where that is not set.
+            is_v: whether one rank has the first and the last stage.
 
         Raises:
             ValueError: it cannot.
@@ -191,9 +191,9 @@ class ModelConfig(Config):
 
 
 class ComposedConfig(ModelConfig):
-    """A model around a language model: its other parts make features of what is no text.
+    """A model around a language model: its other parts turn images and the like into features.
 
-    What is asked of sizes, layouts and costs is answered by the language model and `other_flops`.
+    The language model and `other_flops` answer questions about sizes, layouts and costs.
     """
 
     def language_model(self) -> tuple[str, ModelConfig]:
@@ -249,7 +249,7 @@ class ComposedConfig(ModelConfig):
     def other_flops(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, float]:
         """Matmul FLOPs of a forward pass over a batch of each other part, in the order of computation.
 
-        Under the name of the language model stands what it costs beside what it counts itself.
+        The entry of the language model holds costs that it does not count itself.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not say what its parts beside the language model cost; give it a "
@@ -261,8 +261,8 @@ class ComposedConfig(ModelConfig):
     ) -> float:
         """See `ModelConfig.step_flops`.
 
-        A part that is frozen has no gradients of weights, a third of its cost; where nothing before it is
-        trained, no backward pass at all.
+        A frozen part computes no gradients of weights, a third of its cost; where nothing before it is
+        trained, it has no backward pass at all.
         """
         parts, (name, _) = self.other_flops(shapes), self.language_model()
         language = parts.pop(name, 0.0) + super().step_flops(shapes, causal) / 3

@@ -1,4 +1,4 @@
-"""Spreads any nn.Module over ranks, from a plan that is plain data."""
+"""Spreads any nn.Module over ranks, by a plan that is plain data."""
 
 import lazy_loader as lazy
 

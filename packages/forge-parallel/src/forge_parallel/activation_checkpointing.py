@@ -1,4 +1,4 @@
-"""Which activations are computed again in the backward pass, or moved to the host, instead of kept."""
+"""Which activations are recomputed in the backward pass, or moved to the host, instead of kept."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def checkpoint_activations(
     config: ActivationCheckpointingConfig,
     reading: Iterable[nn.Module] = (),
 ) -> None:
-    """Treat the activations of blocks as the section `[activation_checkpointing]` says, in place.
+    """Apply the section `[activation_checkpointing]` to blocks, in place.
 
     Names of parameters do not change, unlike with torch's wrapper module.
 
     Args:
-        blocks: of the model.
+        blocks: the blocks of the model.
         config: the section.
-        reading: layers inside of blocks for which the host reads numbers, by `numbers_of`: once, although
-            they are computed twice.
+        reading: layers inside blocks for which the host reads numbers, by `numbers_of`. It reads them once,
+            although these layers are computed twice.
     """
     if config.mode == "budget":
         import torch._functorch.config as functorch

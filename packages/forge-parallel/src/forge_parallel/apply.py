@@ -29,22 +29,22 @@ _SCALES = "_forge_parallel_scales"
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig | None = None) -> nn.Module:
     """Make a model parallel: FP8, EP, TP, CP, activation checkpointing, compile, FSDP2, in this order.
 
-    Collective. In place. Each step wraps what the one before has made: 8-bit layers are cut like others,
+    Collective. In place. Each step wraps the result of the one before: 8-bit layers are sharded like others,
     checkpointing repeats the collectives of the parallel axes, the compiler sees the checkpointed forward,
-    and the hooks of FSDP2, which cuts what the others have left, stay outside of compiled code.
+    and FSDP2 shards the remaining axes with hooks that stay outside of compiled code.
 
     Args:
-        model: any module, best on the meta device; then call `materialize` and fill it.
+        model: any module, best on the meta device; afterwards call `materialize` and fill it.
         mesh: from `build_mesh`; its device decides the compute format of `auto`.
-        plan: what the model allows.
-        config: what to apply; the defaults of each section when it is missing.
+        plan: the parallel plan of the model.
+        config: the sections to apply; the defaults of each section when it is missing.
 
     Returns:
         The same model.
 
     Raises:
-        ParallelError: a pattern or a mount of the plan names nothing; units overlap or share a parameter;
-            the number format needs a process group and there is none; or the model was made parallel before.
+        ParallelError: a pattern or a mount of the plan matches nothing; units overlap or share a parameter;
+            the number format needs a process group and there is none; or the model is parallel already.
     """
     config = config or ParallelConfig()
     compute = config.precision.compute_dtype(mesh.device.type)
@@ -94,7 +94,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
 
 
 def _require_no_blocks(config: ParallelConfig) -> None:
-    """See that nothing is asked for that is done to blocks, for a model whose plan names none."""
+    """Refuse options that work on blocks, for a model whose plan names none."""
     mode = config.activation_checkpointing.mode
     asked = {f'activation_checkpointing.mode = "{mode}"': mode != "none"}
     asked["compile.enabled = true"] = config.compile.enabled
@@ -106,7 +106,7 @@ def _require_no_blocks(config: ParallelConfig) -> None:
 
 
 def _apply_axes(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig) -> None:
-    """Expert, tensor and context parallelism."""
+    """Apply expert, tensor and context parallelism."""
     if mesh.ep is not None:
         from forge_parallel.expert_parallel import expert_parallel
 
@@ -124,7 +124,7 @@ def _apply_axes(model: nn.Module, mesh: Mesh, plan: Plan, config: ParallelConfig
 
 
 def _share_tokens(model: nn.Module, experts: list[str], mesh: Mesh, config: TensorParallelConfig) -> None:
-    """Let layers of experts sum over the ranks that have other tokens, of the same sequences and of any."""
+    """Give layers of experts their sums over ranks with other tokens of the same sequences, and of any."""
     sequence = config.sequence
     groups = [mesh.tp.get_group()] if mesh.tp is not None and sequence else []
     groups += [mesh.context.group] if mesh.context.group is not None else []
@@ -157,9 +157,9 @@ def _share_tokens(model: nn.Module, experts: list[str], mesh: Mesh, config: Tens
 
 @torch.no_grad()
 def _set_masters(model: nn.Module, pure_bf16: bool) -> None:
-    """Keep parameters in bfloat16, or in float32 at least; buffers, such as tables of positions, as they are.
+    """Keep parameters in bfloat16, or at least in float32; buffers, such as position tables, do not change.
 
-    A model from elsewhere may come in bfloat16, in which small updates would be rounded away.
+    A foreign model may come in bfloat16, in which small updates would be rounded away.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -169,7 +169,7 @@ def _set_masters(model: nn.Module, pure_bf16: bool) -> None:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model on the meta device memory, poisoned with NaN so that nothing stays unset unseen.
+    """Allocate the memory of a model on the meta device, filled with NaN so that an unset value shows.
 
     Tied parameters stay tied. Under `[fsdp] offload` parameters are on the host, and buffers on the device.
     """
@@ -189,7 +189,7 @@ def materialize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor. `empty_like` of a meta tensor would load the compiler, which takes seconds."""
+    """Allocate memory for a tensor; `empty_like` of a meta tensor would load the compiler (seconds)."""
     if is_dtensor(tensor):
         return torch.empty_like(tensor, device=device)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -197,13 +197,13 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def load_full(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy full tensors into a model, one after the other; each rank takes the part of each that it holds.
+    """Copy full tensors into a model, one after the other; each rank copies its own part of each.
 
     Args:
         model: sharded or not, materialized.
-        tensors: by name, every parameter and buffer, non-persistent buffers too (`materialize` wiped them).
-            Of a parameter with several names, one name is enough. Each is taken out once, so that a mapping
-            may read them from disk one by one.
+        tensors: every parameter and buffer by name, non-persistent buffers too (`materialize` wiped them). A
+            parameter with several names needs only one. Each tensor is read once, so that a mapping may load
+            them from disk one by one.
 
     Raises:
         ParallelError: names or shapes differ from the parameters and buffers of the model; lists them. If
@@ -230,14 +230,14 @@ def load_full(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def applied(model: nn.Module) -> ParallelConfig:
-    """The config that `parallelize` applied to a model."""
+    """Return the config that `parallelize` applied to a model."""
     return getattr(model, _APPLIED, ParallelConfig())
 
 
 def reshard(model: nn.Module) -> None:
     """Free parameters that a forward pass left gathered, so that the next pass sees later writes.
 
-    Without effect on a model that is not sharded.
+    Does nothing on a model that is not sharded.
     """
     for module in model.modules():
         if hasattr(module, "set_requires_gradient_sync"):
@@ -245,9 +245,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_sync(model: nn.Module, last: bool) -> None:
-    """Say before each micro-batch whether it is the last of a step, so that gradients are summed over ranks.
+    """Announce each micro-batch as the last of a step or not; the last one sums gradients over ranks.
 
-    See `forge_parallel.fsdp.set_sync`. Without effect on a model that is not sharded.
+    See `forge_parallel.fsdp.set_sync`. Does nothing on a model that is not sharded.
     """
     if hasattr(model, "set_requires_gradient_sync"):
         from forge_parallel import fsdp

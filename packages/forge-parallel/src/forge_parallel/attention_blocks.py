@@ -1,8 +1,8 @@
-"""Attention of some queries over a block of keys: the kernels of torch, with the log-sum-exp of each query.
+"""Attention of queries over one block of keys: the kernels of torch, with the log-sum-exp of each query.
 
-What queries make of one block of keys after the other is joined by these (the online softmax of
-arXiv:2205.14135 section 3.1), and the gradient of a block follows from those of all keys. B batch, T queries,
-S keys, N heads, H head dim.
+`joined` combines the results of several blocks (the online softmax of arXiv:2205.14135 section 3.1), and
+`gradients` computes the gradient of one block from the result over all keys. B batch, T queries, S keys,
+N heads, H head dim.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Queries and the keys and values that they look at, equally many heads of each.
+    """Queries, and the keys and values that they attend to, with the same number of heads.
 
     Attributes:
         query: [B, N, T, H].
         key: [B, N, S, H].
         value: [B, N, S, H].
-        visible: [B or 1, 1, T, S] bool; None if every query sees every key, or those up to itself.
-        causal: whether query i sees key j only where j <= i; S is T, and `visible` is None.
-        scale: of the scores.
+        visible: [B or 1, 1, T, S] bool; None if every query sees every key, or is causal.
+        causal: whether query i sees key j only where j <= i; then S is T, and `visible` is None.
+        scale: factor of the scores.
     """
 
     query: Tensor
@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
     @property
     def bias(self) -> Tensor | None:
-        """What is added to the scores: 0, or -inf where a key is not visible."""
+        """The bias of the scores: 0, or -inf where a key is not visible."""
         if self.visible is None:
             return None
         zeros = torch.zeros(self.visible.shape, dtype=self.query.dtype, device=self.query.device)
@@ -49,14 +49,14 @@ class Block(NamedTuple):
 
 
 def attend(block: Block) -> tuple[Tensor, Tensor]:
-    """What the queries make of the block alone.
+    """Compute the attention of the queries over this block alone.
 
     Returns:
-        [B, N, T, H], and [B, N, T] the log of the sum of the exponentials of the scores, in float32 at least;
-        0 and -inf for a query that sees no key of it.
+        [B, N, T, H], and [B, N, T] the log-sum-exp of the scores, at least in float32; 0 and -inf for a query
+        that sees no key of the block.
 
     Raises:
-        ParallelError: torch has no kernel for it that tells the sums.
+        ParallelError: torch has no kernel for the block that returns the log-sum-exp.
     """
     out, lse = _kernels(block).forward(block)
     if block.visible is None:
@@ -66,19 +66,19 @@ def attend(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def gradients(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> Gradients:
-    """Those of queries, keys and values that pass through a block.
+    """Compute the gradients of queries, keys and values that pass through a block.
 
     Args:
-        block: as it was given to `attend`.
-        out: [B, N, T, H], what the queries have made of all keys, of this and all other blocks.
-        lse: [B, N, T], of all keys.
-        grad: of `out`.
+        block: the block given to `attend`.
+        out: [B, N, T, H], the result of the queries over the keys of all blocks.
+        lse: [B, N, T], the log-sum-exp over the keys of all blocks.
+        grad: the gradient of `out`.
     """
     return _kernels(block).backward(block, out.contiguous(), lse.contiguous(), grad.contiguous())
 
 
 def joined(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What queries make of two sets of keys, from what they make of each; `lse` is finite."""
+    """Combine the attention over two sets of keys into the attention over both; `lse` is finite."""
     total = torch.logaddexp(lse, more_lse)
     weights = ((one - total).exp().unsqueeze(-1) for one in (lse, more_lse))
     return sum(x * weight for x, weight in zip((out, more), weights, strict=True)), total  # type: ignore[return-value]
@@ -90,7 +90,7 @@ class _Kernels(NamedTuple):
 
 
 def _kernels(block: Block) -> _Kernels:
-    """Those for the device, the number format and the mask of a block."""
+    """Return the kernels for the device, the number format and the mask of a block."""
     kind = block.query.device.type
     if kind == "cpu":
         return _Kernels(_cpu, _cpu_backward)
@@ -135,7 +135,7 @@ def _flash_backward(block: Block, out: Tensor, lse: Tensor, grad: Tensor) -> Gra
 
 
 def _padded(block: Block) -> Gradients:
-    """Heads whose width the kernels of CUDA know: a multiple of 8. Zeros change no score."""
+    """Pad the head dim to a multiple of 8, as the CUDA kernels need. Zeros change no score."""
     return tuple(_wide(one) for one in block[:3])  # type: ignore[return-value]
 
 
@@ -145,7 +145,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _efficient(block: Block) -> tuple[Tensor, Tensor]:
-    """The sums come in multiples of 32 queries."""
+    """Call the memory-efficient kernel, which returns the log-sum-exp for a multiple of 32 queries."""
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         *_padded(block), _aligned(block), True, 0.0, block.causal, scale=block.scale
     )
@@ -164,7 +164,7 @@ def _efficient_backward(block: Block, out: Tensor, lse: Tensor, grad: Tensor) ->
 
 
 def _aligned(block: Block) -> Tensor | None:
-    """The bias [B, N, T, S] for all heads, whose rows begin at multiples of 16 bytes or more."""
+    """Return the bias [B, N, T, S] for all heads, with rows that begin at multiples of at least 16 bytes."""
     bias, (batch, heads) = block.bias, block.query.shape[:2]
     if bias is None:
         return None

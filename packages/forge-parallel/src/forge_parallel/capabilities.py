@@ -35,19 +35,19 @@ _CACHE = "__dynamo_disable"
 def group_options(
     device: torch.device, lone: bool, config: ProcessGroupConfig | None = None
 ) -> dict[str, Any]:
-    """Backend, device and store of the default process group.
+    """Return backend, device and store of the default process group.
 
-    NCCL is told its device: the engine of 2.15 else guesses it from LOCAL_RANK or the rank. gloo is not:
-    it has no use for it, and 2.11 does not expect it.
+    NCCL is given its device, which 2.15 would else guess from LOCAL_RANK or the rank. gloo is not: it has no
+    use for it, and 2.11 rejects it.
 
     Args:
-        device: what this rank computes on.
+        device: the device that this rank computes on.
         lone: whether this process is alone, so that it needs no rendezvous.
         config: the section `[process_group]`; its defaults when it is missing.
 
     Raises:
-        ParallelError: torch was built without the backend, or it has none for tensors of the device, or
-            streams of high priority are asked of one that is not NCCL.
+        ParallelError: torch was built without the backend, the backend does not support the device, or
+            high-priority streams are asked of a backend that is not NCCL.
     """
     import torch.distributed as dist
 
@@ -63,7 +63,7 @@ def group_options(
 
 
 def _require_backends(device: torch.device, config: ProcessGroupConfig) -> None:
-    """See that torch has the backends that are asked for; raises what `group_options` does."""
+    """Check that torch has the backends of the section; raises as `group_options`."""
     import torch.distributed as dist
 
     backends = config.backends(device.type)
@@ -95,15 +95,15 @@ def _require_backends(device: torch.device, config: ProcessGroupConfig) -> None:
 def store_of_restart(
     world_size: int, timeout: timedelta, environ: Mapping[str, str] = os.environ
 ) -> Store | None:
-    """The store of ranks that torchrun has restarted in place; None where torch's own will do.
+    """Return the store of ranks that torchrun has restarted in place; None where torch's own works.
 
     The agent's store outlives the ranks, and torch uses the same keys again (2.11 to 2.15): gloo then finds
-    the addresses of ranks that are gone, and most restarts fail. Here each restart has keys of its own.
+    the addresses of dead ranks, and most restarts fail. Here each restart has its own keys.
 
     Args:
         world_size: number of ranks.
         timeout: how long to wait for a key.
-        environ: what torchrun tells.
+        environ: the variables that torchrun sets.
     """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -121,10 +121,10 @@ RECORDERS = ("gloo", "nccl", "nccl2", "nccl-legacy")
 
 
 def flight_record() -> bytes | None:
-    """JSON of the last collectives of this rank and how far each has come, if torch keeps a record.
+    """Return JSON of the last collectives of this rank and their states, if torch keeps a record.
 
-    It does with TORCH_FR_BUFFER_SIZE above 0 when it is loaded; of gloo from 2.15 on. `entries` are those of
-    all backends, each with its `backend`; `backends` has what else each tells.
+    Torch does so if TORCH_FR_BUFFER_SIZE is above 0 when it is loaded; for gloo from 2.15 on. `entries` has
+    the collectives of all backends, each with its `backend`; `backends` has what else each backend reports.
     """
     module = sys.modules.get("torch._C._distributed_c10d")
     if module is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -146,7 +146,7 @@ def flight_record() -> bytes | None:
 
 
 def abort_groups() -> None:
-    """End all process groups of this rank without waiting for what other ranks have not joined."""
+    """Abort all process groups of this rank; waits for no collective that other ranks have not joined."""
     from torch.distributed import distributed_c10d
 
     try:
@@ -156,14 +156,14 @@ def abort_groups() -> None:
 
 
 def bind_to_cores(device: torch.device, mode: str) -> None:
-    """Bind the threads of this process to cores near its GPU; what it starts later inherits that.
+    """Bind the threads of this process to cores near its GPU; threads and processes it starts inherit this.
 
     Args:
-        device: of this rank.
-        mode: of `torch.numa.binding.AffinityMode`; `none` changes nothing.
+        device: the device of this rank.
+        mode: a mode of `torch.numa.binding.AffinityMode`; `none` changes nothing.
 
     Raises:
-        ParallelError: the device is no GPU; or torch cannot tell its NUMA node, or lacks numactl.
+        ParallelError: the device is no GPU; or torch cannot find its NUMA node, or lacks numactl.
     """
     if mode == "none":
         return
@@ -185,9 +185,9 @@ def bind_to_cores(device: torch.device, mode: str) -> None:
 
 
 def share_memory(group: ProcessGroup) -> bool:
-    """Let the compiler use memory of other GPUs of a group; whether it can now.
+    """Let the compiler use the memory of other GPUs of a group; returns whether it can.
 
-    Up to 2.14 nothing is overlapped, in silence, unless the group is enabled; from 2.15 on all that can are.
+    Up to 2.14 torch overlaps nothing, silently, for a group that is not enabled; from 2.15 on it enables all.
     """
     from torch.distributed import _symmetric_memory
 
@@ -200,7 +200,7 @@ def share_memory(group: ProcessGroup) -> bool:
 
 
 def host_group() -> ProcessGroup:
-    """A new group of all ranks on their CPUs, with the timeout of the default group, which torch forgets."""
+    """Make a CPU group of all ranks, with the timeout of the default group, which torch does not pass on."""
     import torch.distributed as dist
 
     group = dist.new_group(backend="gloo", timeout=_patience())
@@ -209,7 +209,7 @@ def host_group() -> ProcessGroup:
 
 
 def be_patient(mesh: DeviceMesh) -> DeviceMesh:
-    """Give the groups of a device mesh the timeout of the default group; torch forgets it there too.
+    """Give the groups of a device mesh the timeout of the default group, which torch does not pass on.
 
     `set_timeout` is public from 2.15 on.
     """
@@ -224,7 +224,7 @@ def be_patient(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _patience() -> timedelta | None:
-    """How long a collective of the default group may wait for another rank, if its backend tells."""
+    """Return the timeout of the default group, if its backend reports one."""
     import torch.distributed as dist
 
     assert dist.group.WORLD is not None
@@ -233,17 +233,17 @@ def _patience() -> timedelta | None:
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors by one number, in place and in few kernels; torch has no public name for it."""
+    """Multiply tensors by one number, in place and in few kernels; torch has no public function for it."""
     torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each of several tensors of one device, summed up in a dtype, in few kernels."""
+    """Return the 2-norm of each of several tensors of one device, accumulated in a dtype, in few kernels."""
     return list(torch._foreach_norm(tensors, 2, dtype))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One axis made of all axes of a device mesh, with a group of its own. Collective.
+    """Make one axis of all axes of a device mesh, with a group of its own. Collective.
 
     `DeviceMesh._flatten` has no public form in 2.11 to 2.15.
     """
@@ -251,7 +251,7 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def unflatten(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
-    """Several axes made of a device mesh of one, the outermost first, with groups of their own. Collective.
+    """Make several axes of a device mesh of one, the outermost first, with groups of their own. Collective.
 
     `DeviceMesh._unflatten` has no public form in 2.11 to 2.15.
     """
@@ -259,35 +259,35 @@ def unflatten(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
 
 
 def functional(name: str) -> Callable[..., Any]:
-    """A traceable `all_gather` or `reduce_scatter`; 2.13 renamed `*_tensor` to `*_single`."""
+    """Return a traceable `all_gather` or `reduce_scatter`; 2.13 renamed `*_tensor` to `*_single`."""
     from torch.distributed import _functional_collectives as collectives
 
     return getattr(collectives, f"{name}_single", None) or getattr(collectives, f"{name}_tensor")
 
 
 def cuts(placement: Placement, dim: int) -> bool:
-    """Whether a placement cuts a tensor dim. `is_shard` of 2.15 denies it for strided shards."""
+    """Whether a placement shards a tensor dim. `is_shard` of 2.15 returns False for strided shards."""
     return getattr(placement, "dim", None) == dim
 
 
 def split_factor(placement: Placement) -> int:
-    """Into how many chunks a dim was cut before this placement cut it; 1 for all but strided shards."""
+    """Return the number of chunks of a dim before this placement; 1 for all but strided shards."""
     return getattr(placement, "split_factor", 1)
 
 
 def splits_backward() -> bool:
-    """Whether pipelines can take the backward pass in two where a model has an autograd function of its own.
+    """Whether pipelines can split the backward pass where a model has an autograd function of its own.
 
-    2.11 cannot; seen to work in 2.15.
+    2.11 cannot; 2.15 does in our tests.
     """
     version = tuple(int(part) for part in str(torch.__version__).split(".")[:2])
     return version >= (2, 15)
 
 
 def run_schedule(schedule: Any, micro_batches: list[dict[str, Any]]) -> None:
-    """Run a pipeline schedule on keyword arguments that are cut into micro-batches already.
+    """Run a pipeline schedule on keyword arguments that are already split into micro-batches.
 
-    2.11 to 2.14 can only cut them themselves; what their `step` does beside is done here.
+    Schedules of 2.11 to 2.14 can only split them themselves; this function does the rest of their `step`.
     """
     targets = [None] * len(micro_batches)
     if "kwarg_mbs" in inspect.signature(schedule.step).parameters:
@@ -302,7 +302,7 @@ def run_schedule(schedule: Any, micro_batches: list[dict[str, Any]]) -> None:
 
 
 def selective_contexts(policy: Callable[..., Any]) -> Callable[[], Any]:
-    """The `context_fn` of `torch.utils.checkpoint` for selective activation checkpointing."""
+    """Return the `context_fn` of `torch.utils.checkpoint` for selective activation checkpointing."""
     from torch.utils import checkpoint
 
     _ignore_marks()
@@ -311,10 +311,10 @@ def selective_contexts(policy: Callable[..., Any]) -> Callable[[], Any]:
 
 @cache
 def _ignore_marks() -> None:
-    """Let selective activation checkpointing, in all of this process, look over marks for the profiler.
+    """Let selective activation checkpointing ignore profiler marks, in all of this process.
 
-    2.15 counts those that FSDP2 makes as operations of the region, and it makes others when the region is
-    computed again: a crash where experts in a block are units of their own.
+    2.15 counts the marks of FSDP2 as operations of the region, and FSDP2 makes different ones when the region
+    is recomputed: a crash where experts in a block are units of their own.
     """
     from torch.utils import checkpoint
 
@@ -326,9 +326,9 @@ def _ignore_marks() -> None:
 
 
 def compiled(fn: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
-    """`torch.compile` with a limit of its own on how often a function is compiled anew; torch's is 8.
+    """Call `torch.compile` with its own limit on recompilations of the function; torch's default is 8.
 
-    Before 2.15 there is one for all functions, which is raised.
+    Before 2.15 one limit holds for all functions; this call raises it.
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = limit
@@ -340,7 +340,7 @@ def compiled(fn: Callable[..., Any], limit: int, **options: Any) -> Callable[...
 
 
 class _StandIn(ModuleType):
-    """Answers the two questions that eager code asks the compiler; any other loads the compiler itself."""
+    """Answers the two questions that eager code asks the compiler; any other attribute loads the compiler."""
 
     def __init__(self) -> None:
         super().__init__(NAME)
@@ -360,7 +360,7 @@ class _StandIn(ModuleType):
         return getattr(importlib.import_module(NAME), name)
 
     def leave(self) -> None:
-        """Take the place of the compiler no longer, and leave no trace in the functions that asked."""
+        """Remove the stand-in, and every reference to it in functions that imported it."""
         if sys.modules.get(NAME) is self:
             del sys.modules[NAME]
             del torch._dynamo
@@ -375,10 +375,10 @@ def without_dynamo() -> Iterator[None]:
     """Run eager code, such as an optimizer, without loading the compiler, which takes seconds.
 
     Functions under `torch._disable_dynamo` and the step of every optimizer import `torch._dynamo` at their
-    first call only to tell the compiler to keep out (torch/_compile.py and torch/optim/optimizer.py of 2.15).
-    As long as nobody has loaded the compiler there is nobody to tell, so a stand-in answers for the time of
-    the block. It only serves lone processes on a CPU, where it shortens the start: without effect once the
-    compiler is loaded, which `torch.compile` and FSDP2 do, and where there is a GPU.
+    first call, only to exclude themselves from compilation (torch/_compile.py and torch/optim/optimizer.py of
+    2.15). While the compiler is not loaded there is nothing to exclude them from, so a stand-in answers
+    inside this block. It only serves lone processes on a CPU, where it shortens the start: it does nothing
+    once the compiler is loaded, as `torch.compile` and FSDP2 do, or where there is a GPU.
     """
     if NAME in sys.modules or torch.cuda.is_available():
         yield

@@ -1,4 +1,4 @@
-"""Collectives that autograd goes through: each is the adjoint of another one of them."""
+"""Collectives that autograd differentiates: each is the adjoint of another one of them."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def _all_to_all(x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup, wide: bool = False) -> Tensor:
-    """The shards of all ranks along `dim`; the gradient is summed over ranks and cut again. Collective.
+    """Return the shards of all ranks along `dim`; the gradient is summed over ranks and sharded. Collective.
 
     Args:
         x: this rank's shard.
-        dim: along which they are put together.
+        dim: the dim to concatenate along.
         group: the ranks.
         wide: sum the gradient in float32.
     """
@@ -99,27 +99,27 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup, wide: bool = False) -> 
 
 
 def all_to_all(x: Tensor, cut: int, join: int, group: ProcessGroup) -> Tensor:
-    """Each rank's even part of dim `cut`, of what all ranks have along dim `join`. Collective."""
+    """Return this rank's even part of dim `cut`, joined over all ranks along dim `join`. Collective."""
     return _AllToAll.apply(x, cut, join, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's shard along `dim` of the sum over ranks; the gradient is gathered. Collective."""
+    """Return this rank's shard along `dim` of the sum over ranks; the gradient is gathered. Collective."""
     return _ReduceScatter.apply(x, dim, group)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over ranks, which all of them use alike; the gradient passes. Collective."""
+    """Return the sum over ranks, which all ranks use alike; the gradient passes unchanged. Collective."""
     return _AllReduce.apply(x, group)
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup, wide: bool = True) -> Tensor:
-    """The same values, of which ranks make different use; the gradient is summed over them. Collective.
+    """Return `x`, which each rank uses differently; the gradient is summed over the ranks. Collective.
 
     Args:
         x: equal on all ranks.
         group: the ranks.
-        wide: sum the gradient in float32, as that of a parameter; otherwise in its own format, in which the
-            parts of an activation are summed in the forward pass.
+        wide: sum the gradient in float32, as for a parameter; otherwise in its own format, as the forward
+            pass sums the parts of an activation.
     """
     return _Copy.apply(x, group, wide)

@@ -1,4 +1,4 @@
-"""Compilation of the repeated units of a model, and where its results are kept."""
+"""Compilation of the repeated units of a model, and the folder of compiled code."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def compile_blocks(
 ) -> None:
     """Compile the forward of each block in place; blocks of one shape share one compilation.
 
-    Only the forward: the hooks of FSDP2 stay outside of it and eager. Names of parameters do not change.
+    The hooks of FSDP2 are not compiled. Names of parameters do not change.
 
     Args:
-        blocks: of the model.
+        blocks: the blocks of the model.
         config: the section `[compile]`.
         mesh: the grid of ranks.
-        apart: layers inside of blocks that are not compiled, such as experts, whose shapes follow the data
-            and whose load is counted in the backward pass; a block is cut into graphs around them.
+        apart: layers inside blocks that are not compiled, such as experts, whose shapes depend on the data
+            and whose load is counted in the backward pass; each splits the graph of its block.
     """
     if config.cache is not None:
         keep_compiled(Path(config.cache), mesh)
@@ -45,10 +45,10 @@ def compile_blocks(
 
 
 def keep_compiled(folder: Path, mesh: Mesh) -> None:
-    """Let the compiler keep what it makes in a folder, and look there first; it does so for this process.
+    """Let the compiler of this process read and write its results in a folder.
 
-    Each rank of each layout has a folder of its own in it: the cache of torch 2.13 to 2.15 takes the code for
-    one shard of a DTensor for that of another, of another size. A folder that cannot be used is a warning.
+    Each rank of each layout has its own subfolder: the cache of torch 2.13 to 2.15 takes the code for one
+    shard of a DTensor for another shard of another size. A folder that cannot be used is a warning.
 
     Args:
         folder: best on a disk that survives the job.
@@ -74,9 +74,9 @@ def keep_compiled(folder: Path, mesh: Mesh) -> None:
 
 
 def cache_counts() -> dict[str, int]:
-    """Graphs that this process has found in the cache of the compiler, and those it had to compile.
+    """Return the numbers of graphs that this process has found in the compiler's cache, and has compiled.
 
-    Empty as long as nothing was compiled by the backend `inductor`.
+    Empty before the backend `inductor` has compiled anything.
     """
     utils = sys.modules.get("torch._dynamo.utils")
     counted = {} if utils is None else utils.counters["inductor"]

@@ -1,4 +1,4 @@
-"""What `[compile]` holds, and how often blocks are compiled at most. Imports no torch."""
+"""The section `[compile]`, and the limit of how often blocks are compiled. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class CompileConfig(Config):
 
     Attributes:
         enabled: compile the blocks.
-        backend: of torch.compile.
-        fullgraph: a block that cannot be one graph is an error; otherwise it is cut into several.
-        cache: a folder that keeps compiled code over restarts, for each rank and layout apart. What is in it
-            is run, so nobody else may write there. Absent: torch keeps it in a folder of the machine.
+        backend: the backend of torch.compile.
+        fullgraph: a block that is not one graph is an error; otherwise it is split into several graphs.
+        cache: a folder that keeps compiled code over restarts, separately for each rank and layout. Its files
+            are executed, so nobody else may write there. Absent: torch uses a folder of the machine.
     """
 
     free_keys = (ALL_KEYS,)
@@ -34,7 +34,7 @@ class CompileConfig(Config):
     cache: str | None = None
 
     def require_kinds(self, kinds: int) -> None:
-        """See that a model with so many kinds of blocks is not compiled too often.
+        """Check that a model with this number of kinds of blocks stays below the limit of recompilations.
 
         Raises:
             ParallelError: torch would give up in the middle of the run.

@@ -23,12 +23,12 @@ class MeshConfig(Config):
     Attributes:
         pp: stages of the pipeline; each rank has the layers of one or several stages.
         dp_replicate: copies of the model; gradients are summed over them (HSDP when above 1).
-        dp_shard: ranks that share one copy (FSDP2); -1 takes all the ranks that are left.
+        dp_shard: ranks that share one copy (FSDP2); -1 takes all remaining ranks.
         cp: ranks that share each sequence (context parallelism); FSDP2 shards over them too.
         tp: ranks that share each matrix (tensor parallelism); best within a node.
-        ep: ranks that share the experts of a layer (expert parallelism), each with data of its own: no
-            further ranks, but neighbours among the dp_shard times cp ranks. FSDP2 shards the experts of a
-            rank over the others of these.
+        ep: ranks that share the experts of a layer (expert parallelism), each with its own data. They are no
+            further ranks but neighbours among the dp_shard times cp ranks; FSDP2 shards the experts of a rank
+            over the rest of these.
     """
 
     free_keys = (ALL_KEYS,)
@@ -46,10 +46,11 @@ class MeshConfig(Config):
             yield "dp_shard = 0; give -1 for all the ranks that are left, or at least 1"
 
     def sizes(self, world_size: int) -> dict[str, int]:
-        """The size of each axis for a number of ranks, the outermost first.
+        """Return the size of each axis for a number of ranks, the outermost first.
 
         Raises:
-            ParallelError: the axes do not multiply to the number of ranks, or ep divides not those it is of.
+            ParallelError: the axes do not multiply to the number of ranks, or ep does not divide dp_shard
+                times cp.
         """
         given = {name: getattr(self, name) for name in self.__struct_fields__ if name != "ep"}
         fixed = prod(size for name, size in given.items() if name != "dp_shard")
@@ -75,17 +76,17 @@ class FSDPConfig(Config):
     Attributes:
         reduce_gradients: when the gradients of a step are summed over ranks. `last_micro_batch` communicates
             once a step, and holds the full gradients of the model in float32 on every rank between its
-            micro-batches. `every_micro_batch` holds only this rank's part of them, and communicates once a
+            micro-batches. `every_micro_batch` holds only this rank's shard of them, and communicates once a
             micro-batch (with copies of the model once a step): for models whose full gradients do not fit.
-            The same without accumulation.
-        reshard: when a unit that was gathered is freed. `after_forward` gathers each unit for every forward
-            and every backward pass (ZeRO-3). `after_backward` gathers it once a micro-batch and `after_step`
-            once a step: both hold the whole model on every rank in the compute format meanwhile, for models
-            that fit so. In a pipeline it is always the step.
-        offload: keep weights, gradients and moments in the memory of the host, where the optimizer runs; each
-            unit goes to the GPU when it is used. For models that fit no other way, for copying takes long.
-        prefetch: gather so many layers ahead, said from the host; 0 leaves it to FSDP2, which is one ahead as
-            long as the host is.
+            Both are the same without accumulation.
+        reshard: when a gathered unit is freed. `after_forward` gathers each unit for every forward and every
+            backward pass (ZeRO-3). `after_backward` gathers it once a micro-batch and `after_step` once a
+            step: both hold the whole model on every rank in the compute format meanwhile, for models that fit
+            so. A pipeline always uses `after_step`.
+        offload: keep weights, gradients and moments in host memory, where the optimizer runs; each unit is
+            copied to the GPU when it is used. Slow: for models that fit in no other way.
+        prefetch: number of layers that the host gathers ahead; 0 leaves it to FSDP2, which gathers one ahead
+            as long as the host is ahead.
     """
 
     free_keys = (ALL_KEYS,)
@@ -97,12 +98,12 @@ class FSDPConfig(Config):
 
 
 class PrecisionConfig(Config):
-    """In which number formats a run computes.
+    """The number formats of a run.
 
     Attributes:
         compute: of matmuls and activations; `auto` is bfloat16 on a GPU and float32 on a CPU. Master weights,
-            gradients being summed and optimizer moments are float32, also of a model that comes in bfloat16;
-            a float64 model stays float64, unless compute is bfloat16.
+            gradient sums and optimizer moments are float32, also for a model that comes in bfloat16; a
+            float64 model stays float64, unless compute is bfloat16.
         pure_bf16: keep the master weights and moments in bfloat16 too. Half the memory, but small updates are
             rounded away: norm gains hardly move at ordinary learning rates. Not with compute = "float32".
     """
@@ -121,7 +122,7 @@ class PrecisionConfig(Config):
             )
 
     def compute_dtype(self, device_type: str) -> Literal["float32", "bfloat16"]:
-        """The compute format on a kind of device."""
+        """Return the compute format on a kind of device."""
         if self.pure_bf16:
             return "bfloat16"
         if self.compute == "auto":
@@ -137,13 +138,13 @@ class TensorParallelConfig(Config):
     """How the ranks of `mesh.tp` share the work.
 
     Attributes:
-        sequence: cut the residual stream, and the norms on it, over the tokens too (Korthikanti et al. 2022,
+        sequence: shard the residual stream and its norms over the tokens too (Korthikanti et al. 2022,
             arXiv:2205.05198 section 4.2.2): the same traffic, less memory. Sequences must be multiples of tp.
-        experts: of a mixture of experts. `whole`: each rank has all of every expert, and serves the tokens
-            that it has of the residual stream. `cut`: each rank has a part of the hidden width of every
-            expert, shared ones too, and serves all tokens; what they make is summed.
-        async: let the compiler cut matmuls and the gathers and sums around them into pieces that overlap. Of
-            compiled blocks, on GPUs that reach each other's memory (NVLink).
+        experts: how a mixture of experts is shared. `whole`: each rank has every expert whole, and serves its
+            own tokens of the residual stream. `cut`: each rank has a part of the hidden width of every
+            expert, shared experts too, and serves all tokens; the results of the ranks are summed.
+        async: let the compiler split matmuls and the gathers and sums around them into pieces that overlap.
+            Needs compiled blocks and GPUs with access to each other's memory (NVLink).
     """
 
     free_keys = (ALL_KEYS,)
@@ -163,12 +164,11 @@ class ContextParallelConfig(Config):
 
     Attributes:
         method: `gather`: each rank has the keys and values of the whole sequence and a part of the queries,
-            cut so that causal attention is the same work for all. `ring`: cut in the same way, each rank is
-            sent the keys and values of one other rank after the other, only those that its tokens see, while
-            it computes on those before (Liu et al. 2023, arXiv:2310.01889): for sequences whose keys and
-            values fit no rank. `ulysses`: each rank has a part of the
-            heads, over the whole sequence (Jacobs et al. 2023, arXiv:2309.14509); heads must be multiples of
-            cp times tp.
+            cut so that causal attention is equal work for all. `ring`: each rank has the same part of the
+            queries and receives the keys and values of the other ranks one after the other, only those that
+            its tokens attend to, while it computes (Liu et al. 2023, arXiv:2310.01889): for sequences whose
+            keys and values fit on no rank. `ulysses`: each rank has a part of the heads over the whole
+            sequence (Jacobs et al. 2023, arXiv:2309.14509); heads must be multiples of cp times tp.
     """
 
     free_keys = (ALL_KEYS,)
@@ -177,7 +177,7 @@ class ContextParallelConfig(Config):
 
     @property
     def pieces(self) -> int:
-        """Into how many pieces a rank sequences are cut."""
+        """Number of pieces that each rank has of a sequence."""
         return 1 if self.method == "ulysses" else 2
 
 
@@ -201,10 +201,11 @@ class PipelineConfig(Config):
             (Narayanan et al. 2021, arXiv:2104.04473) and `interleaved_zero_bubble` (Qi et al. 2023,
             arXiv:2401.10241) with several, `zbv_zero_bubble` and `dualpipe_v` (DeepSeek-AI 2024,
             arXiv:2412.19437) with two, of which the last stage is on the first rank.
-        stages_per_rank: of the interleaved schedules.
-        layers: how many layers each stage has; empty cuts them so that the most costly stage costs least.
-        max_parameters: where `layers` is empty, no stage gets more than so many, embedding and head included:
-            16 bytes each with their gradients and moments in float32, shared by the ranks of a stage. 0: any.
+        stages_per_rank: stages of each rank in the interleaved schedules.
+        layers: number of layers of each stage; empty balances the stages by cost.
+        max_parameters: upper bound of the parameters of a stage, embedding and head included, where `layers`
+            is empty. Each takes 16 bytes with its gradient and moments in float32, shared by the ranks of a
+            stage. 0: no bound.
     """
 
     free_keys = (ALL_KEYS,)
@@ -223,14 +224,14 @@ class PipelineConfig(Config):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are made apart."""
+        """Whether gradients of inputs and of weights are computed separately."""
         return "zero_bubble" in self.schedule or self.is_v
 
     def require_micro_batches(self, count: int, ranks: int) -> None:
-        """See that the schedule can take so many micro-batches a step.
+        """Check that the schedule can take this number of micro-batches a step.
 
         Raises:
-            ParallelError: it cannot; says how many it can.
+            ParallelError: it cannot; says which numbers it can take.
         """
         least = {"1f1b": ranks, "dualpipe_v": 2 * ranks}.get(self.schedule, 1)
         rounds = max(1, count // ranks) if self.schedule.startswith("interleaved") else 1
@@ -242,21 +243,22 @@ class PipelineConfig(Config):
             )
 
     def held(self) -> int:
-        """Stages of each rank."""
+        """Number of stages of each rank."""
         if self.is_v:
             return 2
         return self.stages_per_rank if self.schedule.startswith("interleaved") else 1
 
 
 class ActivationCheckpointingConfig(Config):
-    """Which activations are computed again in the backward pass instead of kept.
+    """Which activations are recomputed in the backward pass instead of kept.
 
     Attributes:
         mode: `none` keeps all; `full` keeps only the input of each block; `every` does so with every
-            `every`-th block; `selective` keeps what matmuls, attention and collectives make, and computes the
-            rest again; `offload` keeps all of each block on the host; `budget` lets the compiler choose.
+            `every`-th block; `selective` keeps the results of matmuls, attention and collectives, and
+            recomputes the rest; `offload` keeps all of each block on the host; `budget` lets the compiler
+            choose.
         every: 2 recomputes half of the blocks.
-        budget: of `budget`: the share of activations that is kept, from 0 (`full`) to 1 (`none`).
+        budget: for `budget`, the share of activations that is kept, from 0 (`full`) to 1 (`none`).
     """
 
     free_keys = (ALL_KEYS,)
@@ -270,14 +272,14 @@ class ParallelConfig(Config):
     """The sections that `parallelize` applies, in one struct.
 
     Attributes:
-        tensor_parallel: sharing of matrices.
-        context_parallel: sharing of sequences.
+        tensor_parallel: how matrices are shared.
+        context_parallel: how sequences are shared.
         expert_parallel: how rows travel to the experts of other ranks.
-        pipeline: sharing of layers.
-        fsdp: sharding of parameters.
+        pipeline: how layers are shared.
+        fsdp: how parameters are sharded.
         precision: number formats.
         fp8: matmuls in 8-bit floats.
-        activation_checkpointing: which activations are computed again.
+        activation_checkpointing: which activations are recomputed.
         compile: whether blocks are compiled.
     """
 
@@ -299,7 +301,7 @@ class ParallelConfig(Config):
         """Refuse sections that layers of experts do not support.
 
         Raises:
-            ParallelError: they cannot.
+            ParallelError: a section asks for something that they do not support.
         """
         if self.compile.enabled and self.activation_checkpointing.mode == "selective":
             raise ParallelError(
@@ -308,12 +310,12 @@ class ParallelConfig(Config):
             )
 
     def require_pipeline(self, ranks: int, extra_tokens: int, tp: int, cp: int) -> None:
-        """See that a pipeline of so many ranks can do what the mesh and the other sections ask for.
+        """Check that a pipeline of `ranks` ranks supports the mesh and the other sections.
 
-        `extra_tokens` is that of the `StagePlan`; `tp` and `cp` are those of the mesh.
+        `extra_tokens` is that of the `StagePlan`; `tp` and `cp` are the sizes of the mesh.
 
         Raises:
-            ParallelError: it cannot.
+            ParallelError: it does not.
         """
         sequence = tp > 1 and self.tensor_parallel.sequence
         if ranks > 1 and extra_tokens and (sequence or cp > 1):

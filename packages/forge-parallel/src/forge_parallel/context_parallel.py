@@ -1,9 +1,9 @@
 """Context parallelism: each rank has a part of the tokens of every sequence, and attention sees all of them.
 
-The inputs of the model are cut as they enter it, so that data are read, and losses summed, as without it.
-What takes the place of the attribute `attend` of the attention modules gathers keys and values, sends them
-block by block, or trades tokens for heads. B batch, T tokens, N query heads, K heads of keys and values, H
-head dim, R ranks.
+Inputs are cut where they enter the model, so that data are read, and losses summed, as without it. A
+replacement of the attribute `attend` of the attention modules gathers keys and values, sends them block by
+block, or exchanges tokens for heads. B batch, T tokens, N query heads, K heads of keys and values, H head
+dim, R ranks.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Cut:
     """Which tokens of a sequence each rank has.
 
     Attributes:
-        ranks: that share a sequence.
-        pieces: of each rank. With two, rank r has the r-th piece from the start and the r-th from the end, so
-            that under a causal mask all ranks have the same number of keys to look at.
+        ranks: number of ranks that share a sequence.
+        pieces: number of pieces of each rank. With two, rank r has the r-th piece from the start and the r-th
+            from the end, so that under a causal mask all ranks attend to the same number of keys.
     """
 
     ranks: View
     pieces: int
 
     def starts(self, rank: int) -> list[int]:
-        """Of the `pieces` x R equal pieces of a sequence, those of a rank."""
+        """Return the indices of the pieces of a rank, of the `pieces` x R equal pieces of a sequence."""
         return [rank] if self.pieces == 1 else [rank, 2 * self.ranks.size - 1 - rank]
 
     def width(self, tokens: int) -> int:
-        """Tokens of a piece of a sequence.
+        """Return the number of tokens of a piece of a sequence.
 
         Raises:
-            ParallelError: it cannot be cut evenly.
+            ParallelError: the sequence cannot be cut evenly.
         """
         parts = self.pieces * self.ranks.size
         if tokens % parts:
@@ -61,13 +61,13 @@ class Cut:
         return tokens // parts
 
     def index(self, tokens: int, rank: int, device: torch.device) -> Tensor:
-        """[T/R] int64: which tokens of a sequence of T a rank has."""
+        """Return [T/R] int64: the indices of the tokens of a rank in a sequence of T."""
         width = self.width(tokens)
         pieces = [torch.arange(width, device=device) + start * width for start in self.starts(rank)]
         return torch.cat(pieces)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """What all ranks have along `dim`, in order of the sequence; the gradient is summed. Collective."""
+        """Gather `x` of all ranks along `dim`, in sequence order; the gradient is summed. Collective."""
         gathered = all_gather(x, dim, self.group, wide=True)
         if self.pieces == 1:
             return gathered
@@ -77,7 +77,7 @@ class Cut:
 
     @property
     def group(self) -> ProcessGroup:
-        """Of the ranks."""
+        """The process group of the ranks."""
         assert self.ranks.group is not None, "a sequence is cut over several ranks"
         return self.ranks.group
 
@@ -88,21 +88,21 @@ class _Shared:
 
     Attributes:
         inner: computes attention on one rank.
-        cut: which tokens are here.
+        cut: which tokens this rank has.
     """
 
     inner: Any
     cut: Cut
 
     def require(self, name: str) -> None:
-        """See that it computes what the inner attention does, of a module `name`.
+        """Check that this kind computes the same as the inner attention, of a module `name`.
 
         Raises:
-            ParallelError: it cannot.
+            ParallelError: it does not.
         """
 
     def require_causal(self, mask: Any) -> None:
-        """See that no token sees later ones.
+        """Check that no token sees later ones.
 
         Raises:
             ParallelError: one may.
@@ -114,7 +114,7 @@ class _Shared:
             )
 
     def whole(self, mask: Any) -> Any:
-        """The description of the mask of whole sequences, from that of the tokens of this rank.
+        """Return the description of the mask of whole sequences, from that of the tokens of this rank.
 
         Raises:
             ParallelError: it has padding or a cache of keys.
@@ -132,7 +132,7 @@ class GatherKeys(_Shared):
     """Keys and values of the whole sequence on each rank, for the queries of its own tokens."""
 
     def resolve(self, mask: Any, window: int | None) -> list[Any]:
-        """What the inner attention makes of each piece: the last queries of a sequence that ends there.
+        """Resolve the mask of each piece: its queries are the last ones of a sequence that ends with it.
 
         Raises:
             ParallelError: a token may see later ones.
@@ -157,7 +157,7 @@ class GatherKeys(_Shared):
         scale: float | None = None,
         **options: Any,
     ) -> Tensor:
-        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]; options go on."""
+        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]; options are passed on."""
         both = self.cut.whole(torch.cat([key, value], -1), TOKENS)
         key, value = both.split([key.shape[-1], value.shape[-1]], -1)
         outs = [
@@ -184,9 +184,9 @@ class Ulysses(_Shared):
         sinks: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]; options go on.
+        """[B, N, T/R, H], [B, K, T/R, H], [B, K, T/R, ...] -> [B, N, T/R, ...]; options are passed on.
 
-        `sinks` [N] are a number a head, of which this rank passes on those of its heads.
+        `sinks` [N] has a number for each head; this rank passes on the numbers of its heads.
         """
         ranks, group = self.cut.ranks.size, self.cut.group
         heads, kv_heads = query.shape[HEADS], lcm(key.shape[HEADS], ranks)
@@ -204,10 +204,10 @@ class Ulysses(_Shared):
 
 
 class Ring(_Shared):
-    """Keys and values of other ranks one block after the other; see `forge_parallel.ring`.
+    """Keys and values of other ranks, one block after the other; see `forge_parallel.ring`.
 
-    The inner attention says by `by_blocks` that it is softmax attention, perhaps with sinks, and nothing
-    else, for the blocks are computed by kernels that tell the log-sum-exp of each query.
+    The inner attention must have `by_blocks`, which says that it is plain softmax attention, perhaps with
+    sinks, because the kernels for blocks compute nothing else and return the log-sum-exp of each query.
     """
 
     def require(self, name: str) -> None:
@@ -219,7 +219,7 @@ class Ring(_Shared):
             )
 
     def resolve(self, mask: Any, window: int | None) -> Around:
-        """What the tokens of this rank look at.
+        """Return the tokens that this rank's tokens attend to.
 
         Raises:
             ParallelError: a token may see later ones.
@@ -246,14 +246,14 @@ METHODS: dict[str, type[_Shared]] = {"gather": GatherKeys, "ring": Ring, "ulysse
 
 
 def context_parallel(model: nn.Module, plan: Plan, ranks: View, config: ContextParallelConfig) -> None:
-    """Cut the inputs of a model, and let its attention see what the other ranks have. In place.
+    """Cut the inputs of a model, and let its attention see the tokens of the other ranks. In place.
 
-    What the model returns is of the tokens of this rank: losses are to be summed over `Mesh.loss`.
+    The model then returns results for the tokens of this rank: sum losses over `Mesh.loss`.
 
     Args:
         model: any module whose attention has an attribute `attend`, as in
             `forge_model.attention.mask.Attend`.
-        plan: without mounts; `attention` and `sequence_inputs` are used.
+        plan: the flat plan; uses `attention` and `sequence_inputs`.
         ranks: `Mesh.context`.
         config: the section `[context_parallel]`.
 
@@ -280,7 +280,7 @@ def context_parallel(model: nn.Module, plan: Plan, ranks: View, config: ContextP
 
 
 def _cutter(cut: Cut, names: list[str]) -> Callable[..., Any]:
-    """A hook that cuts the inputs [B, T] of a model, and says where the tokens were."""
+    """Return a hook that cuts the inputs [B, T] of a model, and adds the positions of the tokens."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         if len(args) > len(names):

@@ -1,4 +1,4 @@
-"""How rows travel to the ranks that have their experts, and what these make of them back.
+"""How rows travel to the ranks of their experts, and the outputs of the experts back.
 
 R rows, D dim, E experts of all ranks, L of each, M nodes, G ranks of a node, C chunks.
 """
@@ -24,9 +24,9 @@ class Hop(NamedTuple):
     """One all-to-all.
 
     Attributes:
-        group: between whom.
-        to: rows to each rank.
-        of: rows of each rank.
+        group: the ranks that take part.
+        to: number of rows sent to each rank.
+        of: number of rows received from each rank.
     """
 
     group: ProcessGroup
@@ -34,7 +34,7 @@ class Hop(NamedTuple):
     of: list[int]
 
     def back(self) -> Hop:
-        """The other way."""
+        """Return the hop in the other direction."""
         return Hop(self.group, self.of, self.to)
 
 
@@ -44,7 +44,7 @@ class Way:
 
     Attributes:
         hop: of the rows.
-        gradient: of these rows, while it travels back in the backward pass.
+        gradient: the gradient of these rows, while it travels back in the backward pass.
     """
 
     hop: Hop
@@ -52,11 +52,11 @@ class Way:
 
 
 class Flight(NamedTuple):
-    """Rows that travel.
+    """Rows on their way.
 
     Attributes:
-        rows: what arrives, not yet to be read.
-        way: which they take.
+        rows: the memory that receives them; read it only after `arrive`.
+        way: the all-to-all that moves them.
     """
 
     rows: Tensor
@@ -64,13 +64,13 @@ class Flight(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Another order of rows, and the way back: [R] int64 each."""
+    """A permutation of rows, and its inverse: [R] int64 each."""
 
     index: Tensor
     inverse: Tensor
 
     def back(self) -> Order:
-        """The other way."""
+        """Return the inverse."""
         return Order(self.inverse, self.index)
 
 
@@ -79,11 +79,11 @@ Step = tuple[Order | None, Hop]
 
 
 class Route(NamedTuple):
-    """The way of the rows of one chunk.
+    """The route of the rows of one chunk.
 
     Attributes:
-        hops: in this order.
-        arranged: from the order in which they arrive to that of the experts.
+        hops: the hops, in this order.
+        arranged: the permutation from the order of arrival to the order of the experts.
         ends: [L] where the rows of each expert of this rank end.
     """
 
@@ -92,7 +92,7 @@ class Route(NamedTuple):
     ends: Tensor
 
     def send(self, rows: Tensor) -> Flight:
-        """On the last hop, where others may be computed meanwhile. Collective."""
+        """Send the rows, and return while the last hop is under way. Collective."""
         *first, last = self.hops
         for order, hop in first:
             rows = arrive(depart(_in(order, rows), hop))
@@ -104,7 +104,7 @@ class Route(NamedTuple):
         return depart(_in(self.arranged.back(), made), coming.way.hop.back())
 
     def receive(self, coming: Flight) -> Tensor:
-        """Wait for what `serve` has sent back: rows in the order in which they left. Collective."""
+        """Wait for the outputs that `serve` has sent, and return them in the order of `send`. Collective."""
         rows = arrive(coming)
         for index, (order, hop) in enumerate(reversed(self.hops)):
             rows = arrive(depart(rows, hop.back())) if index else rows
@@ -114,16 +114,16 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Sends rows to the ranks that have their experts, and what these make of them back.
+    """Sends rows to the ranks of their experts, and the outputs of the experts back.
 
-    Nothing is padded and nothing is dropped. Ranks tell each other how many rows come, which the host has to
-    know. An expert, or a rank, may have none.
+    Nothing is padded and nothing is dropped. Ranks first exchange the numbers of rows, which the host has to
+    know. An expert, or a rank, may get none.
 
     Attributes:
         group: the ranks that share the experts, in the order of the experts.
-        ranks: how many they are.
-        chunks: the experts of a rank are served in so many parts; the rows of a part travel while the one
-            before is computed.
+        ranks: number of these ranks.
+        chunks: number of parts in which the experts of a rank are served; the rows of a part travel while the
+            part before is computed.
     """
 
     group: ProcessGroup
@@ -136,8 +136,8 @@ class AllToAll:
         """[R, D] -> [R, D]. Collective.
 
         Args:
-            experts: of this rank: ([rows, D], [L] ends) -> [rows, D].
-            rows: those of the first expert first; rows after the last end are not sent.
+            experts: the experts of this rank: ([rows, D], [L] ends) -> [rows, D].
+            rows: sorted by expert; rows after the last end are not sent.
             ends: [E] int32, where the rows of each expert end.
             meanwhile: called while the first rows travel.
         """
@@ -160,10 +160,10 @@ class AllToAll:
         return _joined([*(back if self.chunks == 1 else served), *([left] if len(left) else [])])
 
     def routes(self, sent: Tensor) -> tuple[list[int], list[Route]]:
-        """How many rows leave for each (rank, chunk), and the route of each chunk. Collective.
+        """Return the number of rows for each (rank, chunk), and the route of each chunk. Collective.
 
         Args:
-            sent: [ranks, C, L / C] how many rows leave for each expert.
+            sent: [ranks, C, L / C] number of rows that leave for each expert.
         """
         received = _exchanged(sent, self.group)
         to, of = numbers_of(torch.stack([sent.sum(2), received.sum(2)]))
@@ -175,13 +175,13 @@ class AllToAll:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevel(AllToAll):
-    """Rows travel inside of a node to the rank at the place of their target, then from node to node.
+    """Sends rows first inside the node, to the rank at the place of their target, then from node to node.
 
     Attributes:
         group: the ranks of this node.
-        ranks: how many share the experts, of all nodes; those of a node are next to each other.
+        ranks: number of ranks that share the experts, on all nodes; ranks of a node are next to each other.
         across: the ranks at the same place of each node.
-        nodes: how many they are.
+        nodes: number of nodes.
     """
 
     across: ProcessGroup
@@ -207,7 +207,7 @@ class TwoLevel(AllToAll):
 
 
 def _routes(hops: list[list[Step]], received: Tensor, of: list[list[int]]) -> list[Route]:
-    """The route of each chunk, from its hops, [ranks, C, L / C] rows that arrive, and their sums over L."""
+    """Return the route of each chunk, from its hops, the arriving rows [ranks, C, L / C], and their sums."""
     chunks, each = received.shape[1:]
     totals = _columns_summed(of)
     routes = []
@@ -220,7 +220,7 @@ def _routes(hops: list[list[Step]], received: Tensor, of: list[list[int]]) -> li
 
 
 def _regrouped(counts: Tensor, total: int) -> Order:
-    """From blocks of rows in the order (a, b) to the order (b, a); counts [A, B] of the rows of each."""
+    """Return the permutation of row blocks from the order (a, b) to (b, a); counts [A, B] are their sizes."""
     a, b = counts.shape
     places = torch.arange(b, device=counts.device).repeat(a)
     index = places.repeat_interleave(counts.flatten(), output_size=total).sort(stable=True).indices
@@ -246,7 +246,7 @@ def _in(order: Order | None, rows: Tensor) -> Tensor:
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order. Its gradient is no sum over rows, which indexing would make."""
+    """Permutes rows. Its gradient is a permutation too, where indexing would sum over rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class _Permute(torch.autograd.Function):
 
 
 def depart(rows: Tensor, hop: Hop) -> Flight:
-    """Rows begin to travel. Collective."""
+    """Start to send rows. Collective."""
     way = Way(hop)
     return Flight(_Depart.apply(rows, way), way)
 
@@ -270,7 +270,7 @@ def arrive(flight: Flight) -> Tensor:
 
 
 class _Depart(torch.autograd.Function):
-    """What it returns may be read after `_Arrive`. In the backward pass gradients arrive here."""
+    """Sends rows; read its result only after `_Arrive`. In the backward pass gradients arrive here."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: Way) -> Tensor:
@@ -284,7 +284,7 @@ class _Depart(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """In the backward pass gradients depart here, while others of what was computed meanwhile are made."""
+    """Waits for rows. In the backward pass gradients depart here, while other gradients are computed."""
 
     @staticmethod
     def forward(ctx: Any, coming: Tensor, way: Way) -> Tensor:

@@ -1,4 +1,4 @@
-"""What `[expert_parallel]` holds: how rows travel to the experts of other ranks. Imports no torch."""
+"""The section `[expert_parallel]`: how rows travel to the experts of other ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class DispatcherConfig(Config):
     free_keys = (ALL_KEYS,)
 
     def require(self, ranks: int, experts: int, groups: int = 1) -> None:
-        """See that layers of so many experts can be served by `mesh.ep` ranks in this way.
+        """Check that layers of `experts` experts can be served by `mesh.ep` ranks in this way.
 
         Args:
-            ranks: that share the experts.
-            experts: of a layer.
-            groups: of experts, of which a token chooses among some only; 1 if it chooses among all.
+            ranks: number of ranks that share the experts.
+            experts: number of experts of a layer.
+            groups: number of groups of experts if each token chooses among some of the groups; 1 otherwise.
 
         Raises:
             ValueError: they cannot.
@@ -35,7 +35,7 @@ class DispatcherConfig(Config):
         It is called as (experts, rows, ends, meanwhile) -> rows; see `forge_parallel.dispatch.AllToAll`.
 
         Args:
-            mesh: of the one axis `ep`, in the order of the experts.
+            mesh: the axis `ep` alone, in the order of the experts.
         """
         raise NotImplementedError
 
@@ -45,11 +45,11 @@ dispatchers = Registry("expert_parallel", DispatcherConfig, default="all_to_all"
 
 @dispatchers.register("all_to_all")
 class AllToAllConfig(DispatcherConfig):
-    """One all-to-all there, one back.
+    """One all-to-all to the experts, one back.
 
     Attributes:
-        chunks: the experts of a rank are served in so many parts, and the rows of one part travel while the
-            one before is computed; a divisor of their number. Each part makes gradients of the size of all.
+        chunks: number of parts in which the experts of a rank are served, a divisor of their number. The rows
+            of one part travel while the part before is computed. Each part makes full-size gradients.
     """
 
     chunks: Annotated[int, Meta(ge=1)] = 1
@@ -78,11 +78,11 @@ class AllToAllConfig(DispatcherConfig):
 class TwoLevelConfig(AllToAllConfig):
     """Inside of a node first, to the rank at the same place as the target; then from node to node.
 
-    Each rank then sends one message to every other node instead of one to each of its ranks. What arrives,
-    and in which order, is the same.
+    Each rank then sends one message to every other node instead of one to each of its ranks. The rows that
+    arrive, and their order, are the same.
 
     Attributes:
-        node_ranks: how many of the `mesh.ep` ranks are on one node.
+        node_ranks: number of the `mesh.ep` ranks that are on one node.
     """
 
     node_ranks: Annotated[int, Meta(ge=2)]

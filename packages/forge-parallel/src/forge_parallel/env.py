@@ -29,10 +29,10 @@ class Env:
 
     Attributes:
         rank: in 0..world_size-1.
-        local_rank: among the ranks of this host.
+        local_rank: index among the ranks of this host.
         world_size: number of ranks.
-        device: what this rank computes on; a GPU that is given without its number gets the one of this rank.
-        launcher: who started it.
+        device: the device that this rank computes on; a GPU without a number becomes the GPU of this rank.
+        launcher: the program that started it.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Env:
         """Read the variables of torchrun or of a SLURM step; without either the process is alone.
 
         Raises:
-            ParallelError: some of the variables are missing, or there are fewer GPUs than ranks of this host.
+            ParallelError: some of the variables are missing, or this host has fewer GPUs than ranks.
         """
         if "RANK" in environ:
             names, launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), "torchrun"
@@ -69,12 +69,12 @@ class Env:
 
 
 def _device(local_rank: int) -> torch.device:
-    """A GPU if there are any, else the CPU."""
+    """Return a GPU if there are any, else the CPU."""
     return _gpu(local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _gpu(local_rank: int) -> torch.device:
-    """The GPU of a rank. SLURM may show each rank only its own, then number 0."""
+    """Return the GPU of a rank. SLURM may show each rank only its own GPU, as number 0."""
     count = torch.cuda.device_count()
     if local_rank >= count > 1:
         raise ParallelError(f"local rank {local_rank} on a host with {count} GPUs; start one rank a GPU")
@@ -88,19 +88,19 @@ def process_group(
     timeout_s: float = 1800,
     config: ProcessGroupConfig | None = None,
 ) -> Iterator[None]:
-    """The default process group for the time of a run. Collective.
+    """Enter the default process group for the time of a run. Collective.
 
     Args:
         env: from `Env.detect`.
-        needed: make a group even for a lone process; otherwise that has none, and pays no start-up for it.
+        needed: make a group even for a lone process, which else has none and saves its start-up time.
         timeout_s: how long a collective may wait for another rank.
         config: the section `[process_group]`; its defaults when it is missing.
 
     Raises:
-        ParallelError: this torch or the device has not what the section asks for.
+        ParallelError: this build of torch or the device lacks what the section asks for.
 
-    Unless told otherwise the backend is gloo on CPUs; on GPUs NCCL, and gloo for tensors on the CPU. Where a
-    rank with a GPU fails, its collectives are aborted: those of NCCL that other ranks do not join never end.
+    By default the backend is gloo on CPUs; on GPUs NCCL, and gloo for tensors on the CPU. Where a rank with a
+    GPU fails, it aborts its collectives, because NCCL collectives that other ranks never join never end.
     """
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)
@@ -132,7 +132,7 @@ def process_group(
 
 
 def _find_master() -> None:
-    """Set the rendezvous of a SLURM step: its first host, and a port that depends on the job and step."""
+    """Set the rendezvous of a SLURM step: its first host, and a port that depends on job and step."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_JOB_NODELIST"]
     hosts = subprocess.run(
         ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True

@@ -1,10 +1,10 @@
 """Expert parallelism: each rank has some of the experts of a layer, and tokens travel to them and back.
 
-A layer of experts is any module with these attributes: `experts`, a module whose parameters all have the
+A layer of experts is any module with two attributes: `experts`, a module whose parameters all have the
 number of experts as their first dim, called with (rows, ends); and `dispatch`, called with (experts, rows,
-ends) in its place, which is replaced here by one of `forge_parallel.dispatch`, or by another one that is
-registered in `forge_parallel.dispatch_config`. With a further argument `meanwhile`, what is given there is
-called while rows travel.
+ends) in its place. This module replaces `dispatch` by a class of `forge_parallel.dispatch`, or by another
+one that is registered in `forge_parallel.dispatch_config`. A further argument `meanwhile` is called while
+rows travel.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from forge_parallel.tensor_roles import Axis, RoleModule, Tokenwise, cut_experts
 
 @cache
 def _cut(names: tuple[str, ...]) -> type[Tokenwise]:
-    """The role of experts of which each rank has some, and all tp ranks the same."""
+    """Return the role of experts that are cut over ranks; all tp ranks have the same ones."""
     return type("Experts", (Tokenwise,), {"placements": dict.fromkeys(names, Shard(0))})
 
 
 def _stacked(name: str, layer: nn.Module) -> Any:
-    """The experts of a layer.
+    """Return the experts of a layer.
 
     Raises:
         ParallelError: they are no module of stacked parameters, or the layer does not call a dispatcher.
@@ -47,7 +47,7 @@ def _stacked(name: str, layer: nn.Module) -> Any:
 
 
 def _require(name: str, experts: int, ranks: int, dispatcher: DispatcherConfig) -> None:
-    """See that a layer can be cut and served."""
+    """Check that a layer can be cut and served."""
     if experts % ranks:
         raise ParallelError(
             f"{name} has {experts} experts, which cannot be cut over ep = {ranks} ranks; use a divisor of it"
@@ -59,7 +59,7 @@ def _require(name: str, experts: int, ranks: int, dispatcher: DispatcherConfig) 
 
 
 def _places(name: str, experts: nn.Module, tp: DeviceMesh | None, narrow: bool) -> dict[str, list[Placement]]:
-    """Where the parameters of experts are on the ranks of tp: nothing without these.
+    """Return the placements of the parameters of experts over the tp ranks; none without these.
 
     Raises:
         ParallelError: their width cannot be cut evenly.
@@ -90,9 +90,9 @@ def expert_parallel(model: nn.Module, plan: Plan, mesh: Mesh, config: ParallelCo
 
     Args:
         model: on the meta device, or with equal values on all ranks.
-        plan: without mounts; `experts` is used.
-        mesh: with `ep`.
-        config: `expert_parallel` and `tensor_parallel` are used.
+        plan: the flat plan; uses `experts`.
+        mesh: the grid of ranks, with `ep`.
+        config: uses `expert_parallel` and `tensor_parallel`.
 
     Raises:
         ParallelError: the plan names no experts, their number cannot be cut evenly, or the dispatcher cannot

@@ -36,7 +36,7 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list
 
     Args:
         model: best on the meta device.
-        plan: without mounts; `no_fp8` and `experts` are used.
+        plan: the flat plan; uses `no_fp8` and `experts`.
         config: the section `[fp8]`.
         mesh: the grid of ranks.
 
@@ -44,8 +44,8 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list
         The names of these layers.
 
     Raises:
-        ParallelError: the device cannot, no layer (of experts, if asked for) is left, or a pattern names
-            nothing. A stage of a pipeline may have neither the layers of a pattern nor any that is left.
+        ParallelError: the device has no 8-bit matmuls, no layer (of experts, if asked for) is left, or a
+            pattern matches nothing. A pipeline stage may lack the layers of a pattern, and all layers.
     """
     _require_device(config, mesh.device)
     stage = mesh.pipeline.size > 1
@@ -73,16 +73,16 @@ def use_fp8(model: nn.Module, plan: Plan, config: FP8Config, mesh: Mesh) -> list
 
 
 def eight_bit_layers(model: nn.Module, plan: Plan, config: FP8Config, tp: int) -> list[str]:
-    """The linear layers that multiply in 8 bits, the same for any number of ranks that share matrices.
+    """Return the linear layers that multiply in 8 bits, the same for any number of tp ranks.
 
     Args:
         model: best on the meta device.
-        plan: without mounts.
+        plan: the flat plan.
         config: the section `[fp8]`.
-        tp: ranks that share each matrix.
+        tp: number of ranks that share each matrix.
 
     Raises:
-        ParallelError: a rank would have a part of one whose sizes 8-bit products do not take.
+        ParallelError: a rank would have a part of a layer whose sizes 8-bit products do not support.
     """
     chosen = [
         name
@@ -108,12 +108,13 @@ def eight_bit_layers(model: nn.Module, plan: Plan, config: FP8Config, tp: int) -
 
 
 class OfAnyTokens(nn.Module):
-    """A linear layer whose products sum over a multiple of tokens, however many it is given. Mixed into it.
+    """A mixin that pads the input of a linear layer to a multiple of tokens, as 8-bit products need.
 
-    Patches of images and tokens of one kind follow the data. Zeros change no sum and no scale.
+    The numbers of image patches and of tokens of one kind depend on the data. Zeros change no sum and no
+    scale.
 
     Attributes:
-        multiple_of_tokens: at least so many, also of none.
+        multiple_of_tokens: the padded number of tokens is a positive multiple of this.
     """
 
     multiple_of_tokens: int
@@ -139,7 +140,7 @@ def _to_float8(model: nn.Module, chosen: list[str], config: FP8Config) -> None:
 
 
 def _to_mxfp8(model: nn.Module, chosen: list[str], config: FP8Config) -> None:
-    """One power of two as scale for 32 numbers next to each other (OCP Microscaling Formats 1.0, 2023)."""
+    """Use one power of two as scale for 32 neighbouring numbers (OCP Microscaling Formats 1.0, 2023)."""
     try:
         from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
@@ -162,12 +163,12 @@ def _with(first: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
 class Scales:
     """The scales of all weights that FSDP2 gathers in 8 bits, found by one maximum over ranks. Collective.
 
-    They are found before a forward pass of the model if weights may have changed since: in every one, unless
-    `last` says that more micro-batches of a step follow.
+    They are found before each forward pass in which weights may have changed: in every one, unless `last`
+    says that more micro-batches of a step follow.
 
     Args:
         model: after FSDP2.
-        mesh: what it is sharded over; its last dim cuts the weights.
+        mesh: the mesh the model is sharded over; its last dim shards the weights.
 
     Attributes:
         last: whether the next forward pass is the last one of a step.
@@ -200,12 +201,12 @@ class Scales:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """[] the greatest absolute value, found without a copy of all of them."""
+    """Return [] the largest absolute value, without a copy of all of them."""
     return torch.linalg.vector_norm(x, torch.inf) if x.numel() else x.new_zeros(())
 
 
 def _gathered_in_8_bits(parameter: Tensor) -> Any:
-    """The part of a weight that this rank holds, in the class of torchao; None for other parameters."""
+    """Return this rank's shard of a weight, in the class of torchao; None for other parameters."""
     local = parameter._local_tensor if is_dtensor(parameter) else parameter  # type: ignore[attr-defined]
     return local if hasattr(local, "_precomputed_scale") else None
 
@@ -222,7 +223,7 @@ def _require_device(config: FP8Config, device: torch.device) -> None:
 
 
 def _fits(name: str, layer: nn.Module, plan: Plan, config: FP8Config) -> bool:
-    """Whether a layer is large enough, and its sizes are those of 8-bit products."""
+    """Whether a layer is large enough, and has sizes that 8-bit products support."""
     assert isinstance(layer, nn.Linear)
     sizes = layer.in_features, layer.out_features
     return (

@@ -14,17 +14,17 @@ class FP8Config(Config):
     """Matmuls of linear layers in 8-bit floats, by torchao; weights and checkpoints stay as they are.
 
     Attributes:
-        recipe: `none`; one scale a tensor (`tensorwise`), one a row and column (`rowwise`), or that with the
-            gradient of the weight in high precision (`rowwise_with_gw_hp`); one for 32 numbers next to each
-            other, on GPUs from Blackwell on (`mxfp8`).
-        exclude: layers that stay out, as dotted names in which `*` stands for one component.
-        min_size: layers with fewer inputs or outputs stay out, for they would become slower. Layers whose
-            sizes are no multiples of 16 (`mxfp8`: 32) always do.
-        experts: the matrices of experts too, of `rowwise` and `mxfp8`. The rows of each expert are padded to
-            multiples of 16 (`mxfp8`: 32).
+        recipe: `none`; one scale a tensor (`tensorwise`), one a row and column (`rowwise`), or `rowwise` with
+            the gradient of the weight in high precision (`rowwise_with_gw_hp`); one scale for 32 neighbouring
+            numbers, on GPUs from Blackwell on (`mxfp8`).
+        exclude: layers that stay in high precision, as dotted names in which `*` stands for one component.
+        min_size: layers with fewer inputs or outputs stay in high precision, because 8 bits would be slower.
+            Layers whose sizes are no multiples of 16 (`mxfp8`: 32) always do.
+        experts: the matrices of experts too, with `rowwise` and `mxfp8`. The rows of each expert are padded
+            to multiples of 16 (`mxfp8`: 32).
         gather: FSDP2 gathers weights in 8 bits too, with one scale a tensor that is found for all weights at
-            once: of `tensorwise` only, half the traffic of bfloat16.
-        emulate: round to 8 bits and compute in high precision, for tests on machines that cannot.
+            once: half the traffic of bfloat16. Only with `tensorwise`.
+        emulate: round to 8 bits and compute in high precision, for tests on machines without 8-bit matmuls.
     """
 
     recorded_keys = (ALL_KEYS,)
@@ -38,22 +38,22 @@ class FP8Config(Config):
 
     @property
     def multiple(self) -> int:
-        """The number that sizes of 8-bit products are multiples of."""
+        """The number that sizes of 8-bit products must be multiples of."""
         return 32 if self.recipe == "mxfp8" else 16
 
     @property
     def multiple_of_tokens(self) -> int:
-        """What the number of tokens is a multiple of, over which the gradients of weights sum in 8 bits."""
+        """The number that the token count of 8-bit weight gradients must be a multiple of."""
         return 1 if self.recipe in ("none", "rowwise_with_gw_hp") else self.multiple
 
     def require_tokens(self, tokens: int) -> None:
-        """See that no layer has to pad its tokens for the gradients of weights, which costs a copy of them.
+        """Check that no layer has to pad its tokens for the gradients of weights, which costs a copy of them.
 
         Args:
-            tokens: of text, that a layer sees at once, on one rank.
+            tokens: number of text tokens that a layer sees at once on one rank.
 
         Raises:
-            ParallelError: they are no multiple of what such products take.
+            ParallelError: the number is no multiple of what such products need.
         """
         if tokens % self.multiple_of_tokens == 0:
             return

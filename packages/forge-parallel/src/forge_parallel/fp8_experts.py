@@ -25,12 +25,12 @@ def use_fp8_in_experts(model: nn.Module, plan: Plan, config: FP8Config, multiple
 
     Args:
         model: best on the meta device.
-        plan: `experts` is used.
+        plan: uses `experts`.
         config: the section `[fp8]`.
-        multiple: of what inputs and outputs must be multiples.
+        multiple: the number that inputs and outputs must be multiples of.
 
     Returns:
-        The names of these modules; those that are too small or excluded stay as they are.
+        The names of these modules; modules that are too small or excluded stay as they are.
 
     Raises:
         ParallelError: experts have no `product`.
@@ -95,12 +95,12 @@ def _in_bf16(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Padded(nn.Module):
-    """Experts all of whose products have groups of a multiple of rows. Mixed into their class.
+    """A mixin for experts that pads the rows of each group of all products to a multiple.
 
-    Rows are moved once for all of them, and once back. Waits for no device.
+    Rows are moved once for all products, and once back. Waits for no device.
 
     Attributes:
-        multiple: of rows.
+        multiple: the number of rows of a group is a multiple of this.
     """
 
     multiple: int
@@ -120,15 +120,15 @@ class Padded(nn.Module):
 
 @cache
 def _padding(base: type[nn.Module]) -> type[nn.Module]:
-    """One class for all experts of a kind, so that compiled blocks share their code."""
+    """Return one class for all experts of a kind, so that compiled blocks share their code."""
     return type(base.__name__, (Padded, base), {"__module__": base.__module__})
 
 
 class _Rowwise(torch.autograd.Function):
-    """What `torchao` does on a GPU, rounded to 8 bits and computed in high precision.
+    """The products of `torchao` on a GPU, rounded to 8 bits and computed in high precision.
 
-    Each row of each factor of a product has a scale, a power of two: in the product that makes the gradient
-    of the weights each column of the rows of a group.
+    Each row of each factor of a product has a scale, a power of two; in the product for the gradient of the
+    weights, each column of the rows of a group has one.
     """
 
     @staticmethod
@@ -161,13 +161,13 @@ def _rounded(x: Tensor, largest: Tensor) -> Tensor:
 
 
 def _rounded_by_group(x: Tensor, ends: Tensor) -> Tensor:
-    """With one scale for each column of each group of rows."""
+    """Round with one scale for each column of each group of rows."""
     parts = torch.tensor_split(x.abs(), ends.tolist())
     largest = torch.stack([part.amax(0) if len(part) else x.new_zeros(x.shape[1]) for part in parts])
     return _rounded(x, largest[_groups(x, ends)])
 
 
 def _groups(rows: Tensor, ends: Tensor) -> Tensor:
-    """[R] the group of each row; E for rows after the last end."""
+    """Return [R] the group of each row; E for rows after the last end."""
     places = torch.arange(len(rows), device=rows.device, dtype=ends.dtype)
     return torch.searchsorted(ends, places, right=True)

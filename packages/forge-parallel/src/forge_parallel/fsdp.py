@@ -38,11 +38,11 @@ def shard(
     Args:
         model: on any device, best meta.
         units: from `find_units`.
-        root: the mesh of what is in no unit.
+        root: the mesh of the modules in no unit.
         compute: the format of matmuls and activations.
         config: the section `[fsdp]`.
-        pipeline: whether the model is a stage of one: units stay gathered then, for many micro-batches pass
-            before the first comes back.
+        pipeline: whether the model is a pipeline stage, whose units stay gathered because many micro-batches
+            pass forward before the first one passes backward.
         host_inputs: arguments of the model that are not moved to its device.
     """
     stored = {parameter.dtype for parameter in model.parameters()}
@@ -73,7 +73,7 @@ def shard(
 
 
 def _leave_on_host(model: nn.Module, names: Sequence[str]) -> None:
-    """Take inputs out before FSDP2 moves all tensors to its device, which waits for it, and put them back."""
+    """Take inputs out before FSDP2 moves all tensors to its device, which would make the host wait."""
     kept: dict[str, Any] = {}
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -89,17 +89,17 @@ def _leave_on_host(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _prefetch(blocks: list[Any], ahead: int) -> None:
-    """Gather the next blocks when one begins, the ones before in the backward pass."""
+    """Gather the next blocks when a block begins; in the backward pass, the blocks before it."""
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
         block.set_modules_to_backward_prefetch(blocks[max(0, index - ahead) : index][::-1])
 
 
 def set_sync(model: FSDPModule, last: bool, config: FSDPConfig) -> None:
-    """Say before each micro-batch whether it is the last of a step: with it gradients are summed over ranks.
+    """Announce each micro-batch as the last of a step or not; the last one sums gradients over ranks.
 
-    Over the ranks that share a copy of the model with each one, if `[fsdp] reduce_gradients` says so. What
-    `[fsdp] reshard` keeps is freed with the last.
+    With `[fsdp] reduce_gradients = "every_micro_batch"`, each one sums them over the ranks that share a copy
+    of the model. Units that `[fsdp] reshard` keeps gathered are freed with the last.
     """
     model.set_requires_gradient_sync(last or config.reduce_gradients == "every_micro_batch")
     model.set_requires_all_reduce(last)

@@ -15,14 +15,14 @@ from forge_parallel.tensor import is_copy, is_first_copy, local_part
 
 @torch.no_grad()
 def global_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
-    """2-norm of all gradients together. Collective.
+    """Return the 2-norm of all gradients together. Collective.
 
-    Each rank adds up the squares of the boxes whose first copy it holds; then one sum over the ranks, the
-    same whatever the layouts, so that ranks with other layouts, or without any gradient, cannot miss it.
+    Each rank adds up the squares of those shards of which it holds the first copy; one sum over the ranks
+    follows. It runs whatever the layouts, so that ranks without a gradient take part.
 
     Args:
-        parameters: plain or sharded, over one mesh or several; those without a gradient count as zero. Of
-            the same dtypes on every rank.
+        parameters: plain or sharded, over one mesh or several; a missing gradient counts as zero. Every rank
+            has the same dtypes.
         mesh: the grid of ranks.
 
     Returns:
@@ -46,7 +46,7 @@ def global_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """[] each, in float32 at least, on the device of the first; no tensor is widened in memory."""
+    """Return the norms, each [] in at least float32, on the first device; widens no tensor in memory."""
     if len({tensor.dtype for tensor in tensors}) == len({tensor.device for tensor in tensors}) == 1:
         return capabilities.norms(tensors, torch.promote_types(tensors[0].dtype, torch.float32))
     single = [_norms([tensor])[0].to(tensors[0].device) for tensor in tensors]
@@ -58,8 +58,8 @@ def clip_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale all gradients in place by min(1, max_norm / norm).
 
     Args:
-        parameters: those of `global_norm`.
-        max_norm: what the norm is at most afterwards.
+        parameters: the parameters given to `global_norm`.
+        max_norm: upper bound of the norm afterwards.
         norm: from `global_norm`.
     """
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]

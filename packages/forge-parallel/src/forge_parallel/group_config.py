@@ -1,4 +1,4 @@
-"""What `[process_group]` holds: how ranks reach each other. Imports no torch."""
+"""The section `[process_group]`: how ranks reach each other. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Axis = Literal["tp", "cp", "ep", "fsdp"]
 
 
 class ProcessGroupConfig(Config):
-    """How ranks reach each other. How long they wait is `resilience.collective_timeout_s`, for all backends.
+    """How ranks reach each other. The timeout of all backends is `resilience.collective_timeout_s`.
 
     Attributes:
         backend: the backend of torch, such as `nccl2`, or one for each kind of device, such as
-            "cpu:gloo,cuda:nccl"; `auto` is gloo on CPUs, and NCCL with gloo for tensors on the CPU on GPUs.
-        high_priority: NCCL runs in streams of high priority, so that its kernels start before waiting
-            kernels of the model.
-        within_node: axes of the mesh whose ranks must be on one node each; a run whose ranks are placed
-            otherwise ends at its start. `fsdp` is dp_shard times cp.
+            "cpu:gloo,cuda:nccl"; `auto` is gloo on CPUs; on GPUs NCCL, with gloo for tensors on the CPU.
+        high_priority: NCCL uses high-priority streams, so that its kernels start before waiting kernels of
+            the model.
+        within_node: axes of the mesh whose ranks must be on one node each; a run with other placements ends
+            at its start. `fsdp` is dp_shard times cp.
     """
 
     free_keys = (ALL_KEYS,)
@@ -29,7 +29,7 @@ class ProcessGroupConfig(Config):
     within_node: list[Axis] = []
 
     def backends(self, device_type: str) -> dict[str, str]:
-        """The backend for each kind of device of tensors, on ranks that compute on a `device_type`."""
+        """Return the backend for each kind of tensor device, on ranks that compute on a `device_type`."""
         if self.backend == "auto":
             return {"cpu": "gloo"} if device_type == "cpu" else {"cpu": "gloo", device_type: "nccl"}
         if ":" not in self.backend:

@@ -1,6 +1,6 @@
-"""Numbers of a device that the host must know: read once, also where a forward pass is computed again.
+"""Device numbers that the host must know: read once, also where a forward pass is recomputed.
 
-To read waits for the device. What activation checkpointing computes again gives the same numbers again.
+Each read waits for the device, and activation checkpointing recomputes the same numbers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _pass: ContextVar[_Pass | None] = ContextVar("_pass", default=None)
 
 
 class _Pass:
-    """A forward pass, the first one or one of those that repeat it: each reads in the same order.
+    """A forward pass or a repetition of it: each reads in the same order.
 
     Args:
-        read: by the first one.
+        read: the numbers that the first pass read.
     """
 
     def __init__(self, read: list[Any]) -> None:
@@ -42,10 +42,10 @@ def _of(read: list[Any]) -> Iterator[None]:
 
 
 def repeatable(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """One forward pass that may be called again with the same inputs, and then reads nothing of the device.
+    """Make a forward pass that reads nothing from the device when it is repeated with the same inputs.
 
     Args:
-        forward: reads by `numbers_of`. What it gives may depend on its inputs only.
+        forward: reads by `numbers_of`. Its result must depend on its inputs only.
     """
     read: list[Any] = []
 
@@ -57,6 +57,6 @@ def repeatable(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def numbers_of(tensor: Tensor) -> Any:
-    """The numbers of a tensor, as lists; in a pass that is repeated those that the first one has read."""
+    """Return the numbers of a tensor, as lists; in a repeated pass, those that the first pass read."""
     now = _pass.get()
     return tensor.tolist() if now is None else now.read(tensor)

@@ -1,4 +1,4 @@
-"""Which modules a pattern names, and what stands where a stage of a pipeline has none."""
+"""Which modules a pattern names, and placeholders for modules of other pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from forge_parallel.error import ParallelError
 
 
 class PassThrough(nn.Module):
-    """Stands where another stage has a module. No pattern names it."""
+    """A placeholder for a module that another stage has. No pattern matches it."""
 
     def forward(self, x: Any, *_: Any, **__: Any) -> Any:
-        """The first argument."""
+        """Return the first argument."""
         return x
 
 
 class PassTuple(PassThrough):
-    """Stands where another stage has a block that returns a tuple."""
+    """A placeholder for a block that another stage has and that returns a tuple."""
 
     def forward(self, x: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
-        """The first argument, in a tuple."""
+        """Return the first argument, in a tuple."""
         return (x,)
 
 
 class Zero(PassThrough):
-    """Stands where another stage has a module whose output has been added to the hidden state already."""
+    """A placeholder for a module of another stage whose output is already part of the hidden state."""
 
     def forward(self, *args: Any, **_: Any) -> Tensor:
-        """[] zero."""
+        """Return [] zero."""
         device = next((x.device for x in args if isinstance(x, Tensor)), None)
         return torch.zeros((), device=device)
 
@@ -46,15 +46,15 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def find(model: nn.Module, pattern: str, kind: str = "pattern") -> dict[str, nn.Module]:
-    """The modules that a pattern names, in the order of the model; the empty one names the model itself.
+    """Return the modules that a pattern matches, in the order of the model; the empty one matches the model.
 
     Args:
-        model: whole, or a stage of it.
+        model: the whole model, or a stage of it.
         pattern: see `matches`.
         kind: what the pattern is, for the message.
 
     Raises:
-        ParallelError: none; lists the shapes of names that there are.
+        ParallelError: no module matches; the message lists the shapes of names in the model.
     """
     if not pattern:
         return {"": model}
@@ -68,7 +68,7 @@ def find(model: nn.Module, pattern: str, kind: str = "pattern") -> dict[str, nn.
 
 
 def _is_elsewhere(model: nn.Module, pattern: str) -> bool:
-    """Whether a pattern is about what lies inside of a module that another stage has."""
+    """Whether a pattern is about modules inside a module that another stage has."""
     parts = pattern.split(".")
     absent = [name for name, module in model.named_modules() if isinstance(module, PassThrough)]
     return any(matches(".".join(parts[: 1 + name.count(".")]), name) for name in absent)

@@ -30,10 +30,10 @@ need the same parameters."""
 
 @dataclass(frozen=True)
 class View:
-    """The ranks along one or several axes of the grid, seen from one of them.
+    """The ranks along one or several axes of the grid, seen from this rank.
 
     Attributes:
-        rank: of this process among them.
+        rank: index of this process among them.
         size: number of ranks.
         group: their process group; None when there is only this rank.
     """
@@ -61,20 +61,22 @@ class Mesh:
     """The grid of ranks. `Mesh(device)` is the grid of a lone process.
 
     Attributes:
-        device: what this rank computes on.
-        batch: the ranks that read different data; its rank says which part of a global batch is read here.
-        loss: the ranks that see different tokens: over them losses are summed.
-        stage: the ranks that hold the same part of the model: every copy and every shard of a parameter is
-            among them. All ranks, as long as there is no pipeline.
+        device: the device that this rank computes on.
+        batch: the ranks that read different data; `batch.rank` is the part of a global batch that this rank
+            reads.
+        loss: the ranks that see different tokens, over which losses are summed.
+        stage: the ranks that hold the same part of the model, with every copy and every shard of each of its
+            parameters. All ranks, if there is no pipeline.
         pipeline: the stages of the pipeline, in order.
         context: the ranks that see different tokens of the same sequences.
-        fsdp: what FSDP2 shards over, (replicate, shard) under HSDP; None in a lone process without a group.
+        fsdp: the ranks that FSDP2 shards over, (replicate, shard) under HSDP; None in a lone process without
+            a group.
         tp: the ranks that share each matrix; None when there is one.
         ep: the ranks that share the experts of a layer; None when there is one.
         experts: the ranks of `ep` and `tp`, over which experts are laid out.
-        efsdp: what FSDP2 shards experts over, (replicate, shard) under HSDP.
-        control_group: a CPU group of its own for decisions and checkpoints, so that they never wait for, or
-            block, the collectives of training; None in a lone process.
+        efsdp: the ranks that FSDP2 shards experts over, (replicate, shard) under HSDP.
+        control_group: a separate CPU group for decisions and checkpoints, so that they neither block the
+            collectives of training nor wait for them; None in a lone process.
     """
 
     device: torch.device
@@ -136,13 +138,13 @@ def build_mesh(config: MeshConfig, env: Env) -> Mesh:
 
 
 def _part(grid: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh | None:
-    """The part of the grid along some axes, of those of more than one rank; None if there are none."""
+    """Return the part of the grid along those of the axes that have more than one rank; None if none has."""
     names = tuple(axis for axis in axes if axis in (grid.mesh_dim_names or ()))
     return grid[names] if names else None
 
 
 def _view(grid: DeviceMesh, axes: tuple[str, ...]) -> View:
-    """The ranks along some axes of the grid."""
+    """Return the ranks along some axes of the grid."""
     part = _part(grid, axes)
     if part is None:
         return View()

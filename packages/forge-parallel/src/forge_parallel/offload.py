@@ -1,11 +1,12 @@
-"""Activations that wait for the backward pass in the memory of the host.
+"""Activations that wait for the backward pass in host memory.
 
-They travel on a stream of their own, beside what is computed: those of a block leave while the next one
-computes, and come back while the one after it does. So the device holds those of two blocks at a time.
+They are copied on a stream of their own, parallel to the computation: the activations of a block leave while
+the next block computes, and return while the block after it computes its backward pass. So the device holds
+the activations of two blocks at a time.
 
-What must be in order, for neither streams nor their allocators know of each other: a copy begins after what
-it reads was made; memory is freed after all who read it are done; and memory that the stream of copies takes
-may be some that was freed before, so that it waits for all that was computed until then.
+Streams and their allocators do not know of each other, so three things must be ordered here. A copy starts
+after its source is computed. Memory is freed after all its readers are done. Memory that the copy stream
+allocates may have been freed before, so the copy stream waits for all earlier computation.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class Streams:
         return nullcontext()
 
     def mark(self) -> Any:
-        """All that was said so far, to be waited for."""
+        """Return a mark of all operations so far, for `wait`."""
 
     def wait(self, mark: Any) -> None:
         """Make later operations wait for a mark."""
 
 
 class CudaStreams(Streams):
-    """On a GPU, with a stream for copies."""
+    """The streams of a GPU, with one for copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._copies = device, torch.cuda.Stream(device)
@@ -63,9 +64,9 @@ class Saved:
     """The tensors that one forward pass of one block saves.
 
     Args:
-        device: where these tensors are; a pass that saves some of several devices has one of these for each.
-        streams: of the device.
-        before: what the block before saved in the same pass; None for the first.
+        device: the device of these tensors; a pass that saves on several devices has one `Saved` for each.
+        streams: the streams of the device.
+        before: the tensors that the block before saved in the same pass; None for the first.
     """
 
     def __init__(self, device: torch.device, streams: Streams, before: Saved | None) -> None:
@@ -108,7 +109,7 @@ class Saved:
         self._numbers.clear()
 
     def take(self, number: int) -> Tensor:
-        """A tensor on its device again; begins to bring those of the block before."""
+        """Return a tensor on its device again; starts to copy back the tensors of the block before."""
         self._uses[number] -= 1
         found = self._found(self._sources, number)
         if found is not None:  # of the last block: still here, and on its way as well
@@ -125,7 +126,7 @@ class Saved:
         return self._on_device(number) if found is None else found
 
     def _on_device(self, number: int) -> Tensor:
-        """A tensor with the strides that it was saved with: compiled code relies on them."""
+        """Return a tensor with the strides it was saved with, on which compiled code relies."""
         kept, (shape, strides) = self._kept[number], self._layouts[number]
         if kept.shape != shape:
             line = torch.empty_like(kept, device=self._device)
@@ -134,7 +135,7 @@ class Saved:
         return found.copy_(kept, non_blocking=True)
 
     def _found(self, held: dict[int, Tensor], number: int) -> Tensor | None:
-        """A tensor that is on its device, and stays until all have taken it who saved it."""
+        """Return a tensor that is on its device; keep it until every operation that saved it has taken it."""
         return held.get(number) if self._uses[number] > 0 else held.pop(number, None)
 
     def _bring(self) -> None:
@@ -148,10 +149,10 @@ class Saved:
 
 
 class Offload:
-    """Keeps what blocks save for their backward passes on the host, all but their parameters.
+    """Keeps the tensors that blocks save for their backward passes on the host, except their parameters.
 
     Args:
-        streams_of: a device, asked once it is used.
+        streams_of: returns the streams of a device; called when the device is first used.
     """
 
     def __init__(self, streams_of: Callable[[torch.device], Streams]) -> None:
@@ -205,25 +206,28 @@ class Offload:
 
 
 def _in_a_line(tensor: Tensor) -> Tensor:
-    """The memory that a tensor spans, to be copied as it lies; the tensor itself where that has gaps."""
+    """Return the memory that a tensor spans, to be copied as it lies; the tensor itself if that has gaps."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     span = 1 + sum((size - 1) * stride for size, stride in sizes) if tensor.numel() else 0
     return tensor if span > tensor.numel() else tensor.as_strided((span,), (1,))
 
 
 def _memory_of(modules: Sequence[nn.Module]) -> set[int]:
-    """Addresses of the parameters' memory, gathered ones included."""
+    """Return the addresses of the parameters' memory, gathered ones included."""
     parameters = (parameter for module in modules for parameter in module.parameters())
     return {local_part(parameter).untyped_storage().data_ptr() for parameter in parameters}
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The streams of a device."""
+    """Return the streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
 def offload(blocks: Iterable[nn.Module]) -> None:
-    """Keep on the host what these blocks, in this order, save for their backward passes; in place."""
+    """Keep on the host the tensors that these blocks save for their backward passes; in place.
+
+    The blocks are given in the order in which they run.
+    """
     way = Offload(streams_of)
     for index, block in enumerate(blocks):
         way.apply(block, index == 0)

@@ -25,10 +25,10 @@ class Pipeline:
     """The stages that this rank has; see `forge_parallel.runner.Runner`.
 
     Args:
-        parts: of `stages_of(...)`, made parallel.
+        parts: the stages of `stages_of(...)`, made parallel.
         mesh: the grid of ranks.
-        plan: of the model; its own `stages` and `sequence_inputs` are used.
-        config: that was applied to them.
+        plan: the plan of the model; uses its own `stages` and `sequence_inputs`.
+        config: the config applied to the parts.
     """
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh, plan: Plan, config: ParallelConfig) -> None:
@@ -105,7 +105,7 @@ class Pipeline:
         return None
 
     def _find_tied(self) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
-        """Parameters of this rank that the first and the last stage both have, and the group of the two."""
+        """Return this rank's parameters that the first and the last stage share, and the group of the two."""
         names, ends = self._stage_plan.tied, (0, self._ranks.size - 1)
         if not names or self._ranks.rank not in ends:
             return [], None
@@ -127,7 +127,7 @@ class Pipeline:
         return found, made
 
     def _sum_tied(self) -> None:
-        """Sum the gradients of what the first and the last stage both have: the same bits on both."""
+        """Sum the gradients of parameters that the first and the last stage share: the same bits on both."""
         for parameter in self._tied:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -139,7 +139,7 @@ class Pipeline:
         return hidden
 
     def _complete(self, _: nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[()], Inputs]:
-        """Name the hidden state, which comes as the only positional argument; add what is no tensor."""
+        """Name the hidden state, the only positional argument, and add the arguments that are no tensors."""
         kwargs, stages = kwargs | self._others, self._stage_plan
         if not args:
             return (), kwargs
@@ -159,7 +159,7 @@ class Pipeline:
         return torch.empty(batch, rows, dim, dtype=dtype, device="meta", requires_grad=True)
 
     def _schedule(self, count: int, batch: int, tokens: int) -> Any:
-        """The schedule of so many micro-batches [batch, tokens]."""
+        """Return the schedule of `count` micro-batches [batch, tokens]."""
         self._config.pipeline.require_micro_batches(count, self._ranks.size)
         hidden, name = self._hidden(batch, tokens), self._config.pipeline.schedule
         stages = [
@@ -184,7 +184,7 @@ class Pipeline:
 
 
 def _hidden_state(_: nn.Module, __: Any, out: Any) -> Tensor:
-    """The tensor that a stage passes on.
+    """Return the tensor that a stage passes on.
 
     Raises:
         ParallelError: it is no tensor.

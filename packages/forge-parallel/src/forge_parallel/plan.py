@@ -37,28 +37,29 @@ class StagePlan(Config):
     """How a model is cut into stages of a pipeline.
 
     Attributes:
-        first: modules that only the first stage has.
-        last: modules that only the last stage has. Names of both are full ones, which may lie in mounts.
-        hidden: the argument of the model by which a later stage is given the hidden state
-            [B, T + extra_tokens, D].
-        instead_of: arguments that a later stage is then not given, though its ranks have them.
-        first_inputs: arguments that only the first stage takes, such as patches of images: ranks without it
-            need not have them.
+        first: modules that only the first stage keeps, by full name, which may lie in a mount.
+        last: modules that only the last stage keeps, by full name.
+        hidden: the argument of the model that passes the hidden state [B, T + extra_tokens, D] to a later
+            stage.
+        instead_of: arguments that `hidden` replaces in later stages, though their ranks have them.
+        first_inputs: arguments that only the first stage takes, such as image patches: other ranks need not
+            have them.
         dim: D.
-        extra_tokens: rows behind those of the tokens in which the first stage passes on what it computed for
-            all later ones, such as image features. The model appends them and takes them off.
-        blocks: the pattern of the blocks that the stages share; None for `Plan.blocks`, if it is one pattern.
-        costs: FLOPs a token of each block in order, or anything in proportion; empty counts its matrices.
-        last_cost: the same of the modules of the last stage.
-        first_cost: the same of the modules of the first stage, in the unit of `costs` or, without them, in
-            elements of matrices; 0 for an embedding, from which rows are only read.
-        zero: modules of the first stage whose output the model adds to the hidden state, as positions are:
-            in later stages, which pass_through lets call them, they become ones that return 0.
-        tied: modules of the first stage that the last one keeps as well, for it has their parameters too; the
-            model must not call them there. Gradients of both are summed.
-        pass_through: modules of other stages become ones that return their first argument, for models that
-            call them anyway; otherwise they become None, and blocks are deleted.
-        blocks_return_tuples: the hidden state is the first of what a block returns; with pass_through.
+        extra_tokens: rows after the tokens in which the first stage passes on further results to all later
+            stages, such as image features. The model appends these rows and removes them.
+        blocks: the pattern of the blocks that the stages share; None uses `Plan.blocks`, if it is one
+            pattern.
+        costs: FLOPs a token of each block in order, in any unit; empty uses the size of its matrices.
+        last_cost: the cost of the modules of the last stage, in the unit of `costs`.
+        first_cost: the cost of the modules of the first stage, in the unit of `costs` or, without `costs`, in
+            elements of matrices; 0 for an embedding, which is a lookup.
+        zero: modules of the first stage whose output the model adds to the hidden state, such as position
+            embeddings. With pass_through, later stages call a replacement that returns 0.
+        tied: modules of the first stage that the last stage keeps too, because it shares their parameters;
+            the model must not call them there. Gradients of both copies are summed.
+        pass_through: replace modules of other stages by modules that return their first argument, for a model
+            that calls them anyway. Otherwise they become None, and blocks are deleted.
+        blocks_return_tuples: blocks return a tuple whose first item is the hidden state; with pass_through.
     """
 
     first: list[str]
@@ -81,42 +82,43 @@ class StagePlan(Config):
 class Plan(Config):
     """What a model allows. Patterns are dotted names in which `*` stands for one component.
 
-    A model that is composed of others mounts their plans, whose patterns are relative to their prefix; the
-    empty pattern is the module that is mounted.
+    A composed model mounts the plans of its sub-models. Patterns of a mounted plan are relative to its
+    prefix; the empty pattern names the mounted module itself.
 
     Attributes:
         blocks: the repeated modules that are checkpointed, compiled and sharded as one unit each: one pattern
             or several, in the order in which they are executed.
-        units: groups of further modules that are sharded as one unit each; what is in no unit belongs to the
-            root. Modules that share a parameter must be in one unit.
-        tensor: the role of each module that has parameters, and of those that take the residual stream, under
-            tensor parallelism; see `forge_parallel.tensor_roles`.
-        divisible: sizes by name that tensor parallelism must divide, beside those of matrices: heads, say.
-        output_units: of `colwise` layers and of a `cut_norm`, how many units that must not be cut (heads,
-            say) each part of their outputs has: [8] of keys, [32, 8, 8] of queries, keys and values in one
-            layer, [F, F] of a gate and what it gates. If there are several parts, or fewer units than ranks,
-            all ranks hold the whole weight and use their units of every part; several may use the same one.
-        counts: attributes of modules that count what a rank of tensor parallelism has a part of, as
-            `num_heads` of an attention that shapes by it; they are divided by the number of ranks.
-        attention: the attention modules, by one pattern or several; their attribute `attend` is replaced by
-            context parallelism. Only those that work on tokens which it cuts.
-        sequence_inputs: arguments of the model of the shape [B, ..., T], which context parallelism cuts; the
-            first is always given. It adds `positions` [T] where they are missing.
+        units: groups of further modules, each sharded as one unit. All other modules belong to the root.
+            Modules that share a parameter must be in one unit.
+        tensor: the role under tensor parallelism of each module that has parameters or takes the residual
+            stream; see `forge_parallel.tensor_roles`.
+        divisible: further sizes by name that tensor parallelism must divide, such as the number of heads.
+        output_units: for `colwise` layers and a `cut_norm`, the number of units that must stay whole (such as
+            heads) in each part of their outputs: [8] for keys, [32, 8, 8] for queries, keys and values in one
+            layer, [F, F] for a gate and the values it gates. With several parts, or fewer units than ranks,
+            all ranks hold the whole weight and use their units of each part; ranks may share a unit.
+        counts: attributes of modules that count what tensor parallelism divides, such as `num_heads` of an
+            attention that reshapes by it; they are divided by the number of ranks.
+        attention: the attention modules, by one pattern or several, that work on the tokens that context
+            parallelism cuts; it replaces their attribute `attend`.
+        sequence_inputs: arguments of the model of shape [B, ..., T] that context parallelism cuts; the first
+            one is always passed. Context parallelism adds `positions` [T] where they are missing.
         experts: the layers of experts, whose `dispatch` is replaced by expert parallelism; see
-            `forge_parallel.expert_parallel`. An attribute `sum_over_sequence` of theirs becomes what sums a
-            tensor, in place, over the ranks that have other tokens of the same sequences; `sum_over_batch`
-            over all that have other tokens; `tokens_here` cuts [B, T] as the residual stream is cut.
-        cut_experts: roles in the place of those of `tensor` where `tensor_parallel.experts` is "cut", such as
-            `experts` of the module of stacked parameters, whose `cut_dims` says where its width is. Layers of
-            experts have an attribute `spread`, which becomes the ranks that the width is cut over.
-        stages: how a pipeline cuts it; None if it cannot.
-        no_fp8: linear layers that stay out of 8-bit matmuls.
-        mounts: plans of sub-modules by name, in the order in which they are executed; all run before what
-            this plan names itself. `stages`, `sequence_inputs` and `host_inputs` of a mounted plan are for
-            its module alone: a composite says its own.
-        host_inputs: arguments that stay in the memory of the host, such as sizes that are read there.
-        fed_by: patterns of modules that only some arguments of the whole model reach, and these arguments.
-            Nothing here reads them; who has no data for them can see that the modules are not trained.
+            `forge_parallel.expert_parallel`. Their attribute `sum_over_sequence`, if any, becomes a function
+            that sums a tensor in place over the ranks that have other tokens of the same sequences;
+            `sum_over_batch` one over all ranks that have other tokens; `tokens_here` one that cuts [B, T] as
+            the residual stream is cut.
+        cut_experts: roles that replace entries of `tensor` where `tensor_parallel.experts` is "cut", such as
+            `experts` for the module of stacked parameters, whose `cut_dims` names the dim of its width. The
+            attribute `spread` of each layer of experts becomes the ranks that the width is cut over.
+        stages: how a pipeline cuts the model; None if it cannot.
+        no_fp8: linear layers that are not computed in 8 bits.
+        mounts: plans of sub-modules by name, in the order in which they are executed; all of them run before
+            the modules that this plan names itself. `stages`, `sequence_inputs` and `host_inputs` of a
+            mounted plan hold for its module alone; the composed model has its own.
+        host_inputs: arguments that stay in host memory, such as sizes that are read there.
+        fed_by: for patterns of modules that only some arguments of the model reach, these arguments. Nothing
+            in this package reads them; a caller without such data can see which modules are not trained.
     """
 
     blocks: str | list[str]
@@ -137,10 +139,10 @@ class Plan(Config):
 
     @classmethod
     def of(cls, source: nn.Module | dict[str, Any]) -> Plan:
-        """The plan that a model publishes by `parallel_plan()`, or that is given as plain data.
+        """Return the plan that a model publishes by `parallel_plan()`, or the plan given as plain data.
 
         Raises:
-            ParallelError: the model publishes none, or the data are no plan.
+            ParallelError: the model publishes none, or the data is not a plan.
         """
         if isinstance(source, nn.Module):
             publish = getattr(source, "parallel_plan", None)
@@ -153,10 +155,10 @@ class Plan(Config):
         return _convert(source, "")
 
     def check(self, model: nn.Module) -> None:
-        """See that every mount and every pattern names something.
+        """Check that every mount and every pattern matches a module.
 
         Raises:
-            ParallelError: one names no module.
+            ParallelError: a mount or a pattern matches none.
         """
         for prefix, _ in self._mounted():
             find(model, prefix, "mount")
@@ -175,10 +177,10 @@ class Plan(Config):
             find(model, pattern)
 
     def flat(self) -> Plan:
-        """The plan without mounts: their entries under full names, before the entries of this plan.
+        """Return the plan without mounts: entries of mounts under full names, then the entries of this plan.
 
-        All that is done to a model works on this. The last block, and the last group of `units`, are those
-        that FSDP2 does not free after the forward pass, so a decoder is mounted last.
+        All other modules work on the flat plan. FSDP2 does not free the last block and the last group of
+        `units` after the forward pass, so a decoder is mounted last.
 
         Raises:
             ParallelError: two plans give one pattern a role, or one name a size.
@@ -222,7 +224,7 @@ class Plan(Config):
 
 
 def _convert(source: Any, where: str) -> Plan:
-    """A plan from plain data. Mounts are converted one by one, so that an error names theirs."""
+    """Make a plan of plain data. Mounts are converted one by one, so that an error names the mount."""
     if isinstance(source, dict) and isinstance(source.get("tensor"), dict):
         for name, role in source["tensor"].items():
             if role not in get_args(Role):
@@ -244,7 +246,7 @@ def _join(prefix: str, pattern: str) -> str:
 
 
 def _merge(key: str, parts: Iterable[tuple[str, dict[str, Entry]]]) -> dict[str, Entry]:
-    """The entries of several plans under full names."""
+    """Return the entries of several plans under full names."""
     merged: dict[str, Entry] = {}
     for prefix, entries in parts:
         for name, value in entries.items():

@@ -1,13 +1,13 @@
-"""Attention over several ranks by messages: blocks of keys travel while the one before is computed.
+"""Attention over several ranks by messages: blocks of keys travel while the block before is computed.
 
-Each rank has two pieces of a sequence (see `forge_parallel.context_parallel.Cut`). In step s it is given keys
-and values by the rank s before it, of the pieces that its own tokens look at and no others, and their
-gradients go back the same way. B batch, N query heads, K heads of keys and values, R ranks, W tokens of a
-piece, H head dim, V width of a value.
+Each rank has two pieces of a sequence (see `forge_parallel.context_parallel.Cut`). In step s it receives
+keys and values from the rank s before it, only of the pieces that its own tokens attend to; their gradients
+go back the same way. B batch, N query heads, K heads of keys and values, R ranks, W tokens of a piece, H
+head dim, V width of a value.
 
-Source: Ring Attention, Liu et al. 2023, arXiv:2310.01889; here the owner of a block sends it to each rank
-that looks at it, which is less than to pass all blocks around. Two pieces, one from each end, are the same
-work for all ranks (Llama 3, arXiv:2407.21783 section 3.3.2).
+Source: Ring Attention, Liu et al. 2023, arXiv:2310.01889. Here the owner of a block sends it to each rank
+that attends to it, which is less traffic than passing all blocks around. Two pieces, one from each end, give
+all ranks equal work (Llama 3, arXiv:2407.21783 section 3.3.2).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PIECES = 2
 
 
 class Job(NamedTuple):
-    """Some pieces of this rank that look at some pieces of another one, or of itself.
+    """Pieces of this rank that attend to pieces of another rank, or of itself.
 
     Attributes:
-        queries: the first of the own pieces and the one after the last, of 0, 1, 2.
-        keys: the same of the other rank.
-        causal: whether a query does not see all of these keys.
+        queries: range (first, after the last) of the own pieces, of 0, 1, 2.
+        keys: range of the other rank's pieces.
+        causal: whether some queries do not see all of these keys.
     """
 
     queries: tuple[int, int]
@@ -47,13 +47,13 @@ class Job(NamedTuple):
 
 
 def jobs(cut: Cut, rank: int, source: int, reach: int | None) -> list[Job]:
-    """What the queries of a rank look at of the keys of another.
+    """Return which pieces of one rank attend to which pieces of another.
 
     Args:
-        cut: of two pieces.
-        rank: whose queries.
-        source: whose keys.
-        reach: how many pieces before its own a query may see; None means all.
+        cut: a cut into two pieces a rank.
+        rank: the rank of the queries.
+        source: the rank of the keys.
+        reach: the number of pieces before its own that a query may see; None means all.
     """
     mine, theirs = cut.starts(rank), cut.starts(source)
     if reach is None:
@@ -69,18 +69,18 @@ def jobs(cut: Cut, rank: int, source: int, reach: int | None) -> list[Job]:
 
 
 def needed(found: list[Job]) -> tuple[int, int]:
-    """Of two pieces, the first that is looked at and the one after the last; equal if none is."""
+    """Return the range (first, after the last) of the two pieces that some job reads; empty if none does."""
     return (min((job.keys[0] for job in found), default=0), max((job.keys[1] for job in found), default=0))
 
 
 @dataclass(frozen=True)
 class Around:
-    """What the tokens of this rank look at, in a pass: the resolved mask of `Ring`.
+    """The tokens that this rank attends to in a pass: the resolved mask of `Ring`.
 
     Attributes:
-        cut: of the sequence.
+        cut: the cut of the sequence.
         width: W.
-        window: a token sees at most so many, itself included; None means all.
+        window: the number of tokens that a token sees at most, itself included; None means all.
         doc_ids: [B, 2 R W] of the whole sequence; None if all is one document.
     """
 
@@ -91,7 +91,7 @@ class Around:
 
     @cached_property
     def reach(self) -> int | None:
-        """How many pieces before its own a token may see."""
+        """The number of pieces before its own that a token may see."""
         return None if self.window is None else -(-(self.window - 1) // self.width)
 
     def jobs(self, rank: int, source: int) -> list[Job]:
@@ -99,12 +99,12 @@ class Around:
         return jobs(self.cut, rank, source, self.reach)
 
     def places(self, rank: int, pieces: tuple[int, int], device: torch.device) -> Tensor:
-        """Where in the sequence the tokens of some pieces of a rank are."""
+        """Return the positions in the sequence of the tokens of some pieces of a rank."""
         each = torch.arange(self.width, device=device)
         return torch.cat([each + start * self.width for start in self.cut.starts(rank)[slice(*pieces)]])
 
     def visible(self, job: Job, source: int, device: torch.device) -> Tensor | None:
-        """[B or 1, 1, T, S] bool, which keys a query of a job sees; None where `Block.causal` says it."""
+        """Return [B or 1, 1, T, S] bool, the keys each query sees; None where `Block.causal` says it."""
         if self.doc_ids is None and self.window is None:
             return None
         query = self.places(self.cut.ranks.rank, job.queries, device)
@@ -119,12 +119,12 @@ class Around:
 
 
 class _Messages:
-    """What travels between ranks in one step; `wait` ends it.
+    """The messages of one step; `wait` completes them.
 
     Args:
-        cut: says between which.
-        sent: to which rank, and what; None sends nothing.
-        received: from which rank, and the memory for it; None receives nothing.
+        cut: names the ranks.
+        sent: the target rank and the tensor; None sends nothing.
+        received: the source rank and the memory; None receives nothing.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class _Messages:
         self._works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> Tensor | None:
-        """What was received, if anything was to be."""
+        """Return the received tensor, if any."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -147,8 +147,8 @@ class _Passed:
     """Keys and values side by side, as they travel: [B, K, 2 W, H + V].
 
     Attributes:
-        around: which pieces of whom are looked at.
-        own: of this rank.
+        around: which pieces of which ranks are needed.
+        own: keys and values of this rank.
     """
 
     def __init__(self, around: Around, own: Tensor) -> None:
@@ -156,17 +156,17 @@ class _Passed:
         self._rank, self._ranks = around.cut.ranks.rank, around.cut.ranks.size
 
     def source(self, step: int) -> int:
-        """Whose keys this rank looks at in a step."""
+        """Return the rank whose keys this rank reads in a step."""
         return (self._rank - step) % self._ranks
 
     def start(self, step: int) -> _Messages:
-        """Send the pieces of this rank that the rank `step` behind it looks at; receive those of `source`."""
+        """Send this rank's pieces that the rank `step` behind it reads; receive the pieces of `source`."""
         target, source = (self._rank + step) % self._ranks, self.source(step)
         pieces = needed(self.around.jobs(target, self._rank))
         return _Messages(self.around.cut, self._given(target, pieces), self._wanted(source))
 
     def give_back(self, step: int, gradient: Tensor | None) -> _Messages:
-        """Send the gradient of what `source` gave; receive that of what this rank has given."""
+        """Send the gradient of the pieces of `source`; receive the gradient of this rank's pieces."""
         target, source = (self._rank + step) % self._ranks, self.source(step)
         pieces = needed(self.around.jobs(target, self._rank))
         memory = None
@@ -175,7 +175,7 @@ class _Passed:
         return _Messages(self.around.cut, None if gradient is None else (source, gradient), memory)
 
     def returned(self, step: int) -> tuple[int, int]:
-        """The pieces of this rank whose gradient comes back in a step."""
+        """Return the pieces of this rank whose gradient comes back in a step."""
         return needed(self.around.jobs((self._rank + step) % self._ranks, self._rank))
 
     def _given(self, target: int, pieces: tuple[int, int]) -> tuple[int, Tensor] | None:
@@ -195,7 +195,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _pieces(x: Tensor, pieces: tuple[int, int], width: int, first: int = 0) -> Tensor:
-    """Tokens of some pieces, of a tensor that begins with the piece `first`."""
+    """Return the tokens of some pieces, of a tensor that begins with the piece `first`."""
     return x.narrow(TOKENS, (pieces[0] - first) * width, (pieces[1] - pieces[0]) * width)
 
 
@@ -219,8 +219,8 @@ def ring_attention(
         query: [B, N, 2 W, H].
         key: [B, K, 2 W, H], K divides N.
         value: [B, K, 2 W, V].
-        around: what is looked at.
-        scale: of the scores; None means 1/sqrt(H).
+        around: the tokens to attend to.
+        scale: factor of the scores; None means 1/sqrt(H).
         sinks: [N] the score of one more key without a value, which every query of a head sees; the gradient
             is that of the queries of this rank.
 
@@ -295,20 +295,20 @@ class _Ring(torch.autograd.Function):
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """What queries make of all keys and of the sink [N] of their head: one more block, without values."""
+    """Add the sink [N] of each head to attention over all keys, as one more block without values."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return out * (lse - total).exp().unsqueeze(-1), total
 
 
 def _of_sinks(sinks: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> Tensor:
-    """[N], the gradient of sinks: that of a key whose weight is exp(sink - lse), and whose value is zero."""
+    """Return [N] the gradient of sinks: of a key with weight exp(sink - lse) and value zero."""
     wide = lse.dtype
     weights = (sinks.to(wide)[:, None] - lse).exp()
     return -(weights * (out.to(wide) * grad.to(wide)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def _begun(made: Tensor, sums: Tensor, query: Tensor, job: Job, width: int) -> tuple[Tensor, Tensor]:
-    """Memory for what all queries make of all keys, with what the first job has made."""
+    """Allocate the results of all queries over all keys, with the results of the first job."""
     shape = (*query.shape[:TOKENS], PIECES * width)
     out, lse = made.new_zeros(*shape, made.shape[-1]), sums.new_full(shape, float("-inf"))
     rows = slice(job.queries[0] * width, job.queries[1] * width)
@@ -319,7 +319,7 @@ def _begun(made: Tensor, sums: Tensor, query: Tensor, job: Job, width: int) -> t
 def _block(
     query: Tensor, both: Tensor, job: Job, first: int, around: Around, source: int, scale: float
 ) -> Block:
-    """What one call of a kernel is given: heads of keys repeated, and all of equal width."""
+    """Return the input of one kernel call: heads of keys repeated, keys and values of equal width."""
     queries = _pieces(query, job.queries, around.width)
     key, value = _pieces(both, job.keys, around.width, first).split(
         [query.shape[-1], both.shape[-1] - query.shape[-1]], -1
@@ -333,7 +333,7 @@ def _block(
 
 
 def _side_by_side(parts: tuple[Tensor, Tensor, Tensor], query: Tensor, both: Tensor) -> Tensor:
-    """Gradients of keys and values of all heads -> those of [B, K, S, H + V]."""
+    """Convert gradients of keys and values of all query heads to the gradient of [B, K, S, H + V]."""
     _, key, value = parts
     width, kv_heads = query.shape[-1], both.shape[HEADS]
     one = torch.cat([key[..., :width], value[..., : both.shape[-1] - width]], -1).to(_wide(both.dtype))
@@ -341,7 +341,7 @@ def _side_by_side(parts: tuple[Tensor, Tensor, Tensor], query: Tensor, both: Ten
 
 
 def _take_back(returning: tuple[int, _Messages] | None, passed: _Passed, of_own: Tensor, width: int) -> None:
-    """Add what another rank has found of the gradient of what this one gave it."""
+    """Add the gradient that another rank computed for the keys and values of this rank."""
     if returning is None:
         return
     step, messages = returning

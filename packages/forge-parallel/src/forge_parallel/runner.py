@@ -21,18 +21,18 @@ class Runner(Protocol):
     """Runs the parts of a model that this rank has. Both methods are collective."""
 
     def backward(self, micro_batches: Sequence[Inputs], finish: Callable[[Any], Tensor]) -> None:
-        """Add up gradients over micro-batches, and sum them over ranks.
+        """Accumulate gradients over micro-batches, and sum them over ranks.
 
         Args:
-            micro_batches: the same number on every rank; in a pipeline, of equal shapes, and what is no
-                tensor is that of the first.
-            finish: turns what the model returns for one of them into the [] that is differentiated; called
-                in their order, where the end of the model is.
+            micro_batches: the same number on every rank; in a pipeline, of equal shapes, and arguments that
+                are no tensors are taken from the first.
+            finish: turns the output of the model for a micro-batch into the scalar [] to differentiate;
+                called in the order of micro-batches, on ranks with the end of the model.
         """
         ...
 
     def forward(self, inputs: Inputs) -> Any:
-        """What the model returns for a micro-batch; None on ranks without the end of the model."""
+        """Return the output of the model for a micro-batch; None on ranks without the end of the model."""
         ...
 
 
@@ -41,8 +41,8 @@ class WholeModel:
     """A model in one part.
 
     Attributes:
-        model: made parallel.
-        around: what the passes of a step run in; see `sums_of`.
+        model: the parallel model.
+        around: a context for the passes of a step; see `sums_of`.
     """
 
     model: nn.Module
@@ -61,7 +61,7 @@ class WholeModel:
 
 
 def sums_of(parts: Sequence[nn.Module], mesh: Mesh) -> Callable[[], AbstractContextManager[None]]:
-    """What the passes of a step run in, so that ranks of tp sum gradients once; see `TensorSums`."""
+    """Return the context in which the passes of a step sum tp gradients once; see `TensorSums`."""
     if mesh.tp is None:
         return nullcontext
     from forge_parallel.tensor_sums import TensorSums
@@ -73,9 +73,9 @@ def build_runner(parts: Sequence[nn.Module], mesh: Mesh, plan: Plan | None = Non
     """Build the runner of this rank's parts, after `parallelize`.
 
     Args:
-        parts: of `stages_of(...)`, in this order.
+        parts: the stages of `stages_of(...)`, in this order.
         mesh: the grid of ranks.
-        plan: of the model; None for what it publishes.
+        plan: the plan of the model; None for the plan that it publishes.
     """
     if mesh.pipeline.size == 1:
         (model,) = parts

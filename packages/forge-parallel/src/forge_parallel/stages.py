@@ -1,4 +1,4 @@
-"""Cutting a model into the stages of a pipeline: which rank has which, and what each keeps."""
+"""Cutting a model into the stages of a pipeline: which rank has which stage, and what each stage keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge_parallel.plan import Plan, StagePlan
 
 
 def stages_of(rank: int, ranks: int, config: PipelineConfig) -> list[int]:
-    """The stages that a rank of the pipeline has; `[0]` of one without pipeline."""
+    """Return the stages of a rank of the pipeline; `[0]` without a pipeline."""
     if ranks == 1:
         return [0]
     if config.is_v:
@@ -24,18 +24,18 @@ def stages_of(rank: int, ranks: int, config: PipelineConfig) -> list[int]:
 
 
 def rank_of(stage: int, ranks: int, config: PipelineConfig) -> int:
-    """The rank of the pipeline that has a stage."""
+    """Return the pipeline rank that has a stage."""
     return 2 * ranks - 1 - stage if config.is_v and stage >= ranks else stage % ranks
 
 
 def keep_stage(model: nn.Module, plan: Plan, stage: int, ranks: int, config: PipelineConfig) -> None:
-    """Take from a model what other stages have, in place. Names do not change.
+    """Remove the modules of other stages from a model, in place. Names do not change.
 
     Args:
-        model: whole, best on the meta device.
-        plan: of the whole model; `stages` and, where those name no blocks, its own `blocks` are used.
-        stage: which to keep.
-        ranks: of the pipeline; one keeps everything.
+        model: the whole model, best on the meta device.
+        plan: the plan of the whole model; uses `stages` and, where `stages` names no blocks, `blocks`.
+        stage: the stage to keep.
+        ranks: number of ranks of the pipeline; with one, everything is kept.
         config: the section `[pipeline]`.
 
     Raises:
@@ -90,7 +90,7 @@ def _require_lengths(lengths: Sequence[int], blocks: int, stages: int) -> None:
 
 
 def _kept_by_the_last(stages: StagePlan, ranks: int, config: PipelineConfig) -> list[str]:
-    """The modules of the first stage that the last one keeps as well.
+    """Return the modules of the first stage that the last stage keeps too.
 
     Raises:
         ParallelError: one rank has both stages.
@@ -104,7 +104,7 @@ def _kept_by_the_last(stages: StagePlan, ranks: int, config: PipelineConfig) -> 
 
 
 def _refuse_ties(model: nn.Module, owners: dict[str, int], kept: list[str], last: int) -> None:
-    """See that stages share no parameters, but for modules that the first and the last both have."""
+    """Check that stages share no parameters, except in modules that the first and the last both keep."""
     seen: dict[int, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         stage = next((owner for key, owner in owners.items() if f"{name}.".startswith(f"{key}.")), None)
@@ -122,7 +122,7 @@ def _refuse_ties(model: nn.Module, owners: dict[str, int], kept: list[str], last
 def _cut(
     model: nn.Module, blocks: dict[str, nn.Module], stages: StagePlan, count: int, max_parameters: int
 ) -> list[int]:
-    """How many blocks each stage gets, by cost; of what is bound, parameters of all kinds count."""
+    """Return the number of blocks of each stage, balanced by cost; the bound counts all parameters."""
 
     def held(modules: Iterable[nn.Module]) -> int:
         return sum(parameter.numel() for module in modules for parameter in module.parameters())
@@ -143,7 +143,7 @@ def _costs(
         return stages.costs, stages.last_cost, stages.first_cost
 
     def cost(module: nn.Module) -> int:
-        """Of an embedding, rows are only read."""
+        """Return the number of elements of all matrices; an embedding is a lookup and counts nothing."""
         inner = [one for one in module.modules() if not isinstance(one, nn.Embedding)]
         return sum(p.numel() for one in inner for p in one.parameters(recurse=False) if p.ndim > 1)
 
@@ -161,15 +161,15 @@ def balanced(
     most: int = 0,
     first: float = 0,
 ) -> list[int]:
-    """How many blocks each stage gets, so that the most costly stage costs as little as possible.
+    """Return the number of blocks of each stage that makes the most costly stage as cheap as possible.
 
     Args:
-        costs: of each block.
-        last: what the last stage costs beside.
-        stages: how many, each with a block at least.
-        sizes: of each block, what is held beside with the first and the last.
-        most: what the sizes of a stage may add up to; 0 is no bound.
-        first: what the first stage costs beside.
+        costs: cost of each block.
+        last: cost of the further modules of the last stage.
+        stages: number of stages; each gets at least one block.
+        sizes: size of each block, for the bound; the first and the last include the other modules there.
+        most: upper bound on the sum of sizes of a stage; 0 means no bound.
+        first: cost of the further modules of the first stage.
 
     Raises:
         ParallelError: there are fewer blocks than stages, or no cut keeps the bound.
@@ -181,7 +181,7 @@ def balanced(
         )
 
     def cost_of(start: int, end: int) -> float:
-        """Of a stage without what the last has beside; infinite if it holds too much."""
+        """Return the cost of a stage, without `last`; infinite if its size is above the bound."""
         fits = not most or sum(sizes[start:end]) <= most
         return sum(costs[start:end]) + (0 if start else first) if fits else inf
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank holds: the only place that knows, for norms, weights and checkpoints."""
+"""Which part of a tensor this rank holds, for norms, weights and checkpoints. No other module knows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COPY = "_forge_parallel_copy"
 
 
 def mark_as_copy(parameter: Tensor) -> None:
-    """Say that another stage of the pipeline has the same parameter, and is the one that counts it."""
+    """Mark a parameter as a copy: another stage of the pipeline has the same one, and counts it."""
     setattr(parameter, _COPY, True)
 
 
@@ -36,12 +36,12 @@ def is_copy(parameter: Tensor) -> bool:
 
 
 class LocalShard(NamedTuple):
-    """The box of a tensor that a rank holds.
+    """The shard of a tensor that a rank holds.
 
     Attributes:
-        values: what is held, sharing memory with the tensor; may be empty.
-        offsets: where in the full tensor it starts, one a dim; for an empty shard its end.
-        is_first_copy: of all ranks that hold the same box, exactly one says yes: the one that counts it in a
+        values: the values of the shard, sharing memory with the tensor; may be empty.
+        offsets: the start of the shard in the full tensor, one a dim; for an empty shard its end.
+        is_first_copy: true on exactly one of the ranks that hold the same shard: this rank counts it in a
             norm and writes it to a checkpoint.
     """
 
@@ -56,9 +56,9 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The values that this rank holds, sharing memory with the tensor.
+    """Return the values that this rank holds, sharing memory with the tensor.
 
-    Of a weight that FSDP2 gathers in 8 bits, those in high precision.
+    For a weight that FSDP2 gathers in 8 bits, the values in high precision.
     """
     tensor = tensor.detach()
     values = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
@@ -66,16 +66,16 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_shard(tensor: Tensor, mesh: Mesh | None = None) -> LocalShard:
-    """Which part of a tensor this rank holds.
+    """Return the shard of a tensor that this rank holds.
 
     Args:
-        tensor: plain, or a DTensor that is cut or copied along any axes of its device mesh, also by FSDP2
-            after tensor parallelism.
-        mesh: the grid, to tell copies on ranks that the tensor does not know of: those of a plain tensor, or
-            of a DTensor on a part of the grid. Without it, such a tensor counts as the first copy.
+        tensor: plain, or a DTensor that is sharded or replicated along any axes of its device mesh, also by
+            FSDP2 after tensor parallelism.
+        mesh: the grid, which shows copies on ranks outside of the tensor's own mesh: of a plain tensor, or of
+            a DTensor on a part of the grid. Without it, such a tensor counts as the first copy.
 
     Raises:
-        ParallelError: the values are partial sums, or no box of the tensor.
+        ParallelError: the values are partial sums, or no contiguous box of the tensor.
     """
     values = local_part(tensor)
     if not is_dtensor(tensor):
@@ -105,7 +105,7 @@ def is_first_copy(tensor: Tensor, mesh: Mesh | None = None) -> bool:
 
 
 class _Box(NamedTuple):
-    """The box of all tensors of one shape and placement on a rank."""
+    """The shard of all tensors of one shape and placement on a rank."""
 
     offsets: tuple[int, ...]
     extents: tuple[int, ...]
@@ -124,7 +124,7 @@ def _box_of(tensor: Any) -> _Box:
 def _box(
     sizes: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...], shape: tuple[int, ...]
 ) -> _Box:
-    """What a rank holds; kept, for it is asked in every step and slow to find."""
+    """Return the shard of a rank; cached, because every step asks for it and it is slow to find."""
     if any(placement.is_partial() for placement in placements):
         raise ParallelError(
             f"a tensor of shape {shape} is placed as {placements}: a partial sum, of which no "
@@ -144,10 +144,10 @@ def _ranks(device_mesh: DeviceMesh) -> frozenset[int]:
 
 
 def _cuts(placements: Any, sizes: Sequence[int], dim: int) -> list[int]:
-    """The mesh axes that cut a dim, in the order in which they cut it.
+    """Return the mesh axes that shard a dim, in the order in which they do.
 
-    Left to right, but for a strided shard, which FSDP2 makes of what tensor parallelism has cut already: it
-    cuts after axes to its right, as many as multiply to its split factor.
+    Left to right, except for a strided shard, which FSDP2 makes of a dim that tensor parallelism has sharded:
+    it shards after axes to its right, as many as multiply to its split factor.
     """
     order: list[int] = []
     for axis in reversed(range(len(placements))):
@@ -170,7 +170,7 @@ def _cuts(placements: Any, sizes: Sequence[int], dim: int) -> list[int]:
 def _interval(
     length: int, cuts: list[int], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, int]:
-    """Start and length of what is left of a dim after cutting it into chunks, axis after axis."""
+    """Return start and length of the rest of a dim after cutting it into chunks, axis after axis."""
     start = 0
     for axis in cuts:
         chunk = -(-length // sizes[axis])

@@ -1,6 +1,6 @@
-"""Tensor, sequence and loss parallelism: gives each module its role, and cuts its parameters.
+"""Tensor, sequence and loss parallelism: gives each module its role, and shards its parameters.
 
-What a role does in the forward pass is in `forge_parallel.tensor_roles`.
+`forge_parallel.tensor_roles` has the forward pass of each role.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ROLES: dict[str, type[RoleModule]] = {
 
 
 def role_of(module: nn.Module, role: str) -> type[RoleModule]:
-    """The class that does what a role of a plan says for a module."""
+    """Return the class that implements a role of a plan for a module."""
     named = {"tokenwise": tokenwise, "unsharded": unsharded}
     if role == "experts":
         return cut_experts(placed(f"a module of the role {role}", module))
@@ -73,13 +73,13 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
 
     Args:
         model: on the meta device, or with equal values on all ranks.
-        plan: without mounts; `tensor`, `output_units`, `counts` and `divisible` are used.
-        mesh: of one dim.
+        plan: the flat plan; uses `tensor`, `output_units`, `counts` and `divisible`.
+        mesh: a device mesh of one dim.
         config: the section `[tensor_parallel]`.
 
     Raises:
-        ParallelError: a pattern names nothing, something cannot be cut evenly, or a parameter of the model is
-            in no module with a role; modules with unlike roles share a parameter.
+        ParallelError: a pattern matches nothing, something cannot be cut evenly, a parameter of the model is
+            in no module with a role, or modules with different roles share a parameter.
     """
     for name, size in plan.divisible.items():
         if size % mesh.size():
@@ -107,7 +107,7 @@ def tensor_parallel(model: nn.Module, plan: Plan, mesh: DeviceMesh, config: Tens
 
 
 def _named_roles(model: nn.Module, plan: Plan, config: TensorParallelConfig) -> dict[str, str]:
-    """The role of each module that is yet to have one, by name; `unsharded` last, for what has no other.
+    """Return the role of each module that needs one, by name; last `unsharded`, for all without another.
 
     Raises:
         ParallelError: a module has two roles.
@@ -134,10 +134,10 @@ def _is_last(item: tuple[str, str]) -> bool:
 
 
 def _roles_of_experts(model: nn.Module, plan: Plan, config: TensorParallelConfig) -> dict[str, str]:
-    """The roles, by name, of what is cut with experts; none where experts are whole.
+    """Return the roles, by name, that replace others where experts are cut; none where experts are whole.
 
     Raises:
-        ParallelError: the plan does not say of all layers of experts how they are cut.
+        ParallelError: the plan does not say for all layers of experts how they are cut.
     """
     if config.experts == "whole":
         return {}
@@ -152,10 +152,10 @@ def _roles_of_experts(model: nn.Module, plan: Plan, config: TensorParallelConfig
 
 
 def _without_role(name: str, module: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]:
-    """The modules at and below one that have parameters and no role of their own.
+    """Return the modules at and below a module that have parameters and no role of their own.
 
     Raises:
-        ParallelError: one is a layer of experts, which sum over ranks what would be equal on all of them.
+        ParallelError: one is a layer of experts, which would sum over ranks what is equal on all of them.
     """
     below = list(module.named_modules(prefix=name))
     for inner, _ in below:
@@ -176,7 +176,7 @@ def _give(
     cut: dict[int, nn.Parameter],
     output_units: list[int],
 ) -> None:
-    """One module its role."""
+    """Give one module its role."""
     _require_kind(name, module, role)
     kind = role_of(module, role)
     if output_units and (len(output_units) > 1 or output_units[0] % axis.size):
@@ -190,11 +190,11 @@ def _give(
 
 
 def _with_units(name: str, module: nn.Module, role: str, ranks: int, units: list[int]) -> type[WithUnits]:
-    """The role of a module whose outputs cannot be cut into one piece for each rank.
+    """Return the role of a module whose outputs cannot be cut into one piece for each rank.
 
     Raises:
-        ParallelError: its role makes no outputs, units can be given to ranks in no equal way, or its outputs
-            are not those of so many.
+        ParallelError: its role makes no outputs, units cannot be given to ranks equally, or its outputs do
+            not have this number of units.
     """
     kinds: dict[str, type[WithUnits]] = {"colwise": WithUnits, "cut_norm": CutNormWithUnits}
     if role not in kinds:
@@ -216,7 +216,7 @@ def _with_units(name: str, module: nn.Module, role: str, ranks: int, units: list
 
 
 def _divide_counts(model: nn.Module, counts: Mapping[str, list[str]], ranks: int) -> None:
-    """Let modules count what a rank has: of units that several ranks share, one.
+    """Divide the counts of modules by the ranks; a count of units that several ranks share becomes one.
 
     Raises:
         ParallelError: a module has no such attribute, or ranks cannot have equally many.
@@ -281,7 +281,7 @@ def _require_kind(name: str, module: nn.Module, role: str) -> None:
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Whether it does nothing but look rows up, which is what the role does in its place."""
+    """Whether a module only looks rows up, so that the role can replace its forward."""
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return False
     return module.padding_idx is None and module.max_norm is None and not module.scale_grad_by_freq
@@ -321,5 +321,5 @@ def _distribute(
 
 
 def _can_be_cut(length: int, ranks: int, uneven: bool) -> bool:
-    """Into equal parts, or else into chunks of which only the last is shorter, and none empty."""
+    """Whether a length can be cut into equal parts; with `uneven`, the last may be shorter but not empty."""
     return length > (ranks - 1) * -(-length // ranks) if uneven else length % ranks == 0

@@ -1,8 +1,7 @@
-"""What each role of a plan does in the forward pass of a module, on a mesh axis of ranks that share matrices.
+"""The forward pass of each role of a plan, on a mesh axis of ranks that share matrices.
 
-Modules compute on plain local tensors and say their collectives themselves; parameters are DTensors, so that
-FSDP2, checkpoints and norms know which part of the whole a rank holds. B batch, T tokens, D model dim, V
-vocabulary.
+Modules compute on plain local tensors and call their collectives themselves; parameters are DTensors, so that
+FSDP2, checkpoints and norms know which shard a rank holds. B batch, T tokens, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Axis:
     """The ranks that share each matrix, and their collectives.
 
     Attributes:
-        rank: of this process among them.
-        size: how many they are.
+        rank: index of this process among them.
+        size: number of these ranks.
         group: their process group.
-        sequence: whether the residual stream, and the norms on it, are cut over the tokens.
+        sequence: whether the residual stream and its norms are sharded over the tokens.
     """
 
     rank: int
@@ -45,15 +44,15 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, sequence: bool) -> Axis:
-        """The axis of a device mesh of one dim."""
+        """Return the axis of a device mesh of one dim."""
         return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group(), sequence)
 
     def first_of(self, entries: int) -> int:
-        """Where the part of this rank begins of so many entries, cut into equal chunks but for the last."""
+        """Return where this rank's part of the entries begins; all parts but the last are equal."""
         return self.rank * -(-entries // self.size)
 
     def enter(self, x: Tensor) -> Tensor:
-        """The residual stream [B, T or T/ranks, D] -> [B, T, D], of which each rank makes its own use."""
+        """The residual stream [B, T or T/ranks, D] -> [B, T, D], which each rank uses differently."""
         if self.sequence:
             return all_gather(x, SEQUENCE, self.group)
         return copy_to_ranks(x, self.group, wide=False)
@@ -74,7 +73,7 @@ class Axis:
         return reduce_scatter(x, SEQUENCE, self.group)
 
     def use(self, values: Any) -> Any:
-        """Values that are alike on all ranks, of which each makes its own use; tensors inside them too."""
+        """Mark values that are equal on all ranks and used differently by each, tensors in containers too."""
 
         def used(tensor: Tensor) -> Tensor:
             return copy_to_ranks(tensor, self.group) if tensor.requires_grad else tensor
@@ -83,16 +82,16 @@ class Axis:
 
 
 class RoleModule(nn.Module):
-    """A module whose forward sees local values of its parameters. Mixed into the class of the module.
+    """A mixin for modules whose forward sees local values of their parameters.
 
     Outside of forward, `module.weight` is the parameter, as FSDP2 and others expect.
 
     Attributes:
-        placements: how each of its parameters lies on the ranks.
+        placements: the placement of each of its parameters on the ranks.
         uneven: whether the part of the last rank may be shorter.
         tensor_axis: the ranks.
-        sums_later: whether somebody else sums the gradients of `used_apart` over the ranks, once a step; see
-            `forge_parallel.tensor_sums`.
+        sums_later: whether `forge_parallel.tensor_sums` sums the gradients of `used_apart` over the ranks,
+            once a step.
     """
 
     placements: ClassVar[Mapping[str, Placement]] = {}
@@ -102,11 +101,11 @@ class RoleModule(nn.Module):
     sums_later = False
 
     def used_apart(self) -> list[str]:
-        """The parameters that all ranks hold and use each for its own part: gradients are to be summed."""
+        """The parameters that all ranks hold and each uses for its own part: gradients must be summed."""
         return []
 
     def apart(self, values: Tensor) -> Tensor:
-        """The values of such a parameter, whose gradient is summed over the ranks: now, or later."""
+        """Return the values of such a parameter, whose gradient is summed over the ranks, now or later."""
         return values if self.sums_later else copy_to_ranks(values, self.tensor_axis.group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,20 +117,20 @@ class RoleModule(nn.Module):
             self.in_forward = False
 
     def local(self, name: str) -> Tensor:
-        """The value of `self.<name>` in forward."""
+        """Return the value of `self.<name>` in forward."""
         return values_of(self._parameters[name])
 
 
 def values_of(parameter: Tensor | None) -> Any:
-    """The local values of a parameter, which may be missing."""
+    """Return the local values of a parameter, which may be missing."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Gather(RoleModule):
-    """Takes the residual stream whole: as its first argument.
+    """Takes the whole residual stream as its first argument.
 
     Further tensors, such as image features, are whole on every rank, which uses them for its own heads: their
-    gradients are summed over the ranks, also of those inside of tuples and dictionaries.
+    gradients are summed over the ranks, also of tensors inside tuples and dictionaries.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +143,7 @@ class Gather(RoleModule):
 
 
 class Merge(RoleModule):
-    """Puts features, of images say, into the residual stream; has no parameters of its own."""
+    """Puts features, such as those of images, into the residual stream; has no parameters of its own."""
 
     def forward(self, x: Tensor, features: Tensor, index: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As before, on the tokens of this rank.
@@ -171,13 +170,13 @@ class Merge(RoleModule):
 
 
 class Colwise(RoleModule):
-    """A linear layer that makes a part of its outputs."""
+    """A linear layer that computes a part of its outputs."""
 
     placements = {"weight": Shard(0), "bias": Shard(0)}
 
 
 class GatherColwise(Colwise):
-    """A linear layer that takes the residual stream itself, and makes a part of its outputs."""
+    """A linear layer that takes the residual stream itself, and computes a part of its outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The residual stream -> [B, T, F/ranks]."""
@@ -207,9 +206,9 @@ class Rowwise(RoleModule):
 
 
 class OnTokens(RoleModule):
-    """Works on the residual stream, of which sequence parallelism leaves each rank some tokens.
+    """Works on the residual stream, of which sequence parallelism gives each rank some tokens.
 
-    Further tensors are alike on all ranks: their gradients are then summed, as those of parameters are.
+    Further tensors are equal on all ranks: their gradients are summed, like those of parameters.
     """
 
     tensor_axis: Axis | None
@@ -222,7 +221,7 @@ class OnTokens(RoleModule):
         return super().forward(*args, **kwargs)
 
     def used_apart(self) -> list[str]:
-        """See `RoleModule.used_apart`: all, where each rank has tokens of its own."""
+        """See `RoleModule.used_apart`: all parameters, where each rank has its own tokens."""
         axis = self.tensor_axis
         return [*self.placements] if axis is not None and axis.sequence else []
 
@@ -244,18 +243,18 @@ class Tokenwise(OnTokens):
 
 @cache
 def tokenwise(names: tuple[str, ...]) -> type[Tokenwise]:
-    """The role `tokenwise` of a module with parameters of these names."""
+    """Return the role `tokenwise` of a module with parameters of these names."""
     return type("Tokenwise", (Tokenwise,), {"placements": dict.fromkeys(names, Replicate())})
 
 
 class CutExperts(RoleModule):
-    """Stacked experts of which each rank has a part of the hidden width: they make parts of a sum."""
+    """Stacked experts of which each rank has a part of the hidden width: ranks compute parts of a sum."""
 
     tensor_axis: Axis
     cut_dims: Mapping[str, int | None]
 
     def local(self, name: str) -> Tensor:
-        """See `RoleModule.local`; what is not cut is added by the first rank alone."""
+        """See `RoleModule.local`; the first rank alone adds parameters that are not cut."""
         values = super().local(name)
         if self.cut_dims[name] is not None:
             return values
@@ -269,12 +268,12 @@ class CutExperts(RoleModule):
 
 @cache
 def cut_experts(placements: tuple[tuple[str, Placement], ...]) -> type[CutExperts]:
-    """The role `experts` of a module with such parameters."""
+    """Return the role `experts` of a module with these placements."""
     return type("CutExperts", (CutExperts,), {"placements": dict(placements)})
 
 
 def placed(name: str, experts: nn.Module) -> tuple[tuple[str, Placement], ...]:
-    """Where the parameters of cut experts are.
+    """Return the placements of the parameters of cut experts.
 
     Raises:
         ParallelError: experts do not say by `cut_dims` where their hidden width is.
@@ -294,21 +293,21 @@ def placed(name: str, experts: nn.Module) -> tuple[tuple[str, Placement], ...]:
 class Unsharded(RoleModule):
     """A module that all ranks hold and call with equal values, outside of the residual stream.
 
-    Their gradients are equal too, because those who use its outputs differently sum their gradients: no
+    Its gradients are equal too, because modules that use its outputs differently sum their gradients: no
     collective is needed.
     """
 
 
 @cache
 def unsharded(names: tuple[str, ...]) -> type[Unsharded]:
-    """The role `unsharded` of a module with parameters of these names."""
+    """Return the role `unsharded` of a module with parameters of these names."""
     return type("Unsharded", (Unsharded,), {"placements": dict.fromkeys(names, Replicate())})
 
 
 class Replicated(RoleModule):
-    """A module inside of attention that all ranks hold, such as a norm of each head or a way to a latent.
+    """A module inside attention that all ranks hold, such as a norm of each head or a latent projection.
 
-    Each rank makes its own use of what it computes, for its own heads.
+    Each rank uses its output for its own heads.
     """
 
     placements = {"weight": Replicate(), "bias": Replicate()}
@@ -323,7 +322,7 @@ class Replicated(RoleModule):
 
 
 class CutNorm(RoleModule):
-    """A root mean square norm over features of which each rank has a part, as those of all heads."""
+    """A root mean square norm over features of which each rank has a part, such as those of all heads."""
 
     placements = {"weight": Shard(0)}
 
@@ -338,13 +337,13 @@ class CutNorm(RoleModule):
 
 
 class WithUnits(RoleModule):
-    """Makes outputs of several parts, or of fewer units than ranks: keys and values of few heads, say.
+    """A layer with outputs of several parts, or of fewer units than ranks, such as few key-value heads.
 
     All ranks hold all of its parameters, and each uses its units of every part. Where a part has fewer units
     than there are ranks, several ranks use the same one.
 
     Attributes:
-        tensor_units: how many units each part has that is fused in it; see `forge_parallel.plan`.
+        tensor_units: number of units of each part that is fused in it; see `forge_parallel.plan`.
     """
 
     placements = {"weight": Replicate(), "bias": Replicate()}
@@ -356,7 +355,7 @@ class WithUnits(RoleModule):
 
     @property
     def shared_units(self) -> int | None:
-        """How many units the last part has, if several ranks use each of them; those of values, say."""
+        """Number of units of the last part (values, say), if several ranks use each of them."""
         return self.tensor_units[-1] if self.tensor_units[-1] < self.tensor_axis.size else None
 
     def local(self, name: str) -> Tensor:
@@ -374,7 +373,7 @@ class WithUnits(RoleModule):
 
 
 class CutNormWithUnits(WithUnits, CutNorm):
-    """A `CutNorm` over units that ranks share: each counts equally often in the mean of squares."""
+    """A `CutNorm` over units that ranks share: each unit counts equally in the mean of squares."""
 
 
 class Heads(RoleModule):
@@ -385,7 +384,7 @@ class Heads(RoleModule):
 
 @cache
 def with_role(base: type[nn.Module], role: type[RoleModule]) -> type[nn.Module]:
-    """One class for all modules of a kind, so that compiled blocks share their code."""
+    """Return one class for all modules of a kind, so that compiled blocks share their code."""
     views = {key: _view(key) for key in role.placements}
     return type(base.__name__, (role, base), {**views, "__module__": base.__module__})
 

@@ -1,7 +1,8 @@
 """Gradients of parameters that all ranks of tensor parallelism hold: summed over these ranks once a step.
 
-A role sums such a gradient when it passes, so that any loop over micro-batches is right. Within `summed_once`
-the roles leave it, and the sums of all of them are one message at the end, of what FSDP2 leaves to each rank.
+By default a role sums such a gradient in the backward pass, so that any loop over micro-batches is right.
+Within `summed_once` the roles do not, and one message at the end sums the shards that FSDP2 leaves to each
+rank.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from forge_parallel.tensor_roles import RoleModule
 
 
 class TensorSums:
-    """The parameters of a model whose gradients the ranks of tp sum: frozen ones may be trained later.
+    """The parameters of a model whose gradients the tp ranks sum; frozen ones may be trained later.
 
     Args:
-        parts: of the model, made parallel.
-        mesh: with `tp`.
+        parts: the parts of the model, made parallel.
+        mesh: the grid of ranks, with `tp`.
     """
 
     def __init__(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
@@ -42,7 +43,7 @@ class TensorSums:
 
     @contextmanager
     def summed_once(self) -> Iterator[None]:
-        """For the forward and backward passes of a step. Collective at the end."""
+        """A context for the forward and backward passes of a step. Collective at the end."""
         if not self._parameters:
             yield
             return
@@ -64,7 +65,7 @@ class TensorSums:
 
     @torch.no_grad()
     def _sum(self) -> None:
-        """Over the ranks of tp, in float32 at least; a gradient that is missing is so on all of them."""
+        """Sum over the ranks of tp, at least in float32; a missing gradient is missing on all of them."""
         parts = [local_part(p.grad) for p in self._parameters.values() if p.grad is not None]
         for kind in {(part.dtype, part.device) for part in parts}:
             mine = [part for part in parts if (part.dtype, part.device) == kind]
@@ -85,5 +86,5 @@ def _used_apart(module: RoleModule) -> list[nn.Parameter]:
 
 
 def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """To the gradient of a parameter, which may be missing."""
+    """Add to the gradient of a parameter, which may be missing."""
     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -35,16 +35,16 @@ MOST_THREADS = 64
 
 
 class RankError(AssertionError):
-    """A rank failed, died or hung; the message holds what each of them said."""
+    """A rank failed, died or hung; the message holds the output of each rank."""
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
-    """Run a function on several ranks at once, with a gloo group around it.
+    """Run a function on several ranks at once, in a gloo group.
 
     The ranks are processes that stay warm between calls, so that a job costs tenths of a second.
 
-    A job starts with a fresh group and with RANK, LOCAL_RANK and WORLD_SIZE set; what else it changes in its
-    process (random state, modules) the next job finds. The file of `fn` is loaded once a rank, by path. A
+    A job starts with a fresh group and with RANK, LOCAL_RANK and WORLD_SIZE set; the next job finds all else
+    that it changes in its process (random state, modules). The file of `fn` is loaded once a rank, by path. A
     rank that died or hung fails the job, and the next one gets new processes. They end with this process.
 
     Args:
@@ -54,7 +54,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         timeout_s: for the whole job, without the start of its processes.
 
     Returns:
-        What each rank returned, by rank.
+        The results of the ranks, by rank.
 
     Raises:
         RankError: a rank raised, died, or did not end in time.
@@ -63,7 +63,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
 
 def warm_processes() -> set[int]:
-    """Ids of the ranks that wait for the next job, so that a watch for forgotten processes spares them."""
+    """Return the ids of the ranks that wait for the next job: a check for leaked processes spares them."""
     return {process.pid for pool in _the_pool for process, _ in pool._workers}
 
 
@@ -76,15 +76,15 @@ def assert_matches_single(
 ) -> None:
     """Compare a training run on several ranks with the same run on one.
 
-    `fn` builds, parallelizes and trains; it finds its place by `Env.detect()` and must draw the same global
+    `fn` builds, parallelizes and trains; it finds its rank by `Env.detect()` and must draw the same global
     batches whatever the number of ranks. On one rank it should not shard at all (`Mesh(device)`), so that it
     is an independent reference.
 
     Args:
         fn: returns curves by name, such as {"loss": [...], "grad_norm": [...]}; must use its process group.
         world_size: number of ranks.
-        args: given to `fn`.
-        rtol: for each curve how far every rank may be from the single process, relatively.
+        args: passed to `fn`.
+        rtol: the relative tolerance of each curve, for every rank beside the single process.
         timeout_s: for each of the two jobs.
 
     Raises:
@@ -187,7 +187,7 @@ class _Pool:
     def _have_left(
         self, workers: Sequence[tuple[Any, Connection]], answers: Mapping[int, tuple[str, Any]]
     ) -> bool:
-        """Wait until all ranks have left the group of their job; whether they may take another one."""
+        """Wait until all ranks have left the group of their job; returns whether they may take another."""
         if any(state in ("died", "hung") for state, _ in answers.values()):
             return False
         end = time.monotonic() + GRACE_S
@@ -207,7 +207,7 @@ class _Pool:
 
 
 def _threads(pid: int) -> int:
-    """How many a process has, as far as the system tells."""
+    """Return the number of threads of a process, if the system reports it."""
     folder = f"/proc/{pid}/task"
     return len(os.listdir(folder)) if os.path.isdir(folder) else 0
 
@@ -275,10 +275,10 @@ def _serve(pipe: Connection) -> None:
 
 @contextmanager
 def _group(rank: int, world_size: int, store: str, timeout_s: float) -> Iterator[None]:
-    """The default group of a job. A quick rank does not leave while a slow one still connects to it.
+    """Enter the default group of a job. A quick rank does not leave while a slow one still connects.
 
-    Neither to this group nor to those that the job makes: no barrier of torch follows those. A rank that
-    fails leaves at once, so that the others notice.
+    This holds for the default group and for groups that the job makes: torch has no barrier after these. A
+    rank that fails leaves at once, so that the others notice.
     """
     import torch.distributed as dist
 

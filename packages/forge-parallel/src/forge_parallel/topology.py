@@ -1,4 +1,4 @@
-"""Which ranks are on one node, and whether the axes of the mesh that should be are."""
+"""Which ranks are on one node, and whether the required axes of the mesh stay within nodes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from forge_parallel.mesh import Mesh
 
 
 def require_within_node(mesh: Mesh, axes: Sequence[str], node: str | None = None) -> None:
-    """See that the ranks along axes are on one node each. Collective.
+    """Check that the ranks along each of the axes are on one node. Collective.
 
     Args:
         mesh: the grid of ranks.
-        axes: of `tp`, `cp`, `ep` and `fsdp`.
-        node: the name of that of this rank; None asks the system.
+        axes: some of `tp`, `cp`, `ep` and `fsdp`.
+        node: the name of this rank's node; None asks the system.
 
     Raises:
         ParallelError: on every rank, if some are not.
@@ -38,7 +38,7 @@ def require_within_node(mesh: Mesh, axes: Sequence[str], node: str | None = None
 
 
 def _group(mesh: Mesh, axis: str) -> Any:
-    """The process group of an axis; None where it has one rank."""
+    """Return the process group of an axis; None where it has one rank."""
     if axis == "cp":
         return mesh.context.group
     grid = {"tp": mesh.tp, "ep": mesh.ep, "fsdp": mesh.fsdp}[axis]

@@ -24,9 +24,9 @@ class Unit:
     """An FSDP2 unit: modules whose parameters are gathered and freed together.
 
     Attributes:
-        name: for messages.
-        modules: disjoint from those of other units.
-        mesh: what they are sharded over; None where nothing is sharded.
+        name: name for messages.
+        modules: the modules, disjoint from those of other units.
+        mesh: the ranks they are sharded over; None where nothing is sharded.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model that a plan names; what is in none of them belongs to the root.
+    """The units that a plan names in a model; all other modules belong to the root.
 
     Attributes:
-        blocks: of one module each, in the order of the patterns of the plan, then of the model.
-        groups: the further ones, in the order of the plan.
-        experts: those inside of blocks, of one module each, that are sharded over a mesh of their own.
+        blocks: one unit a block, in the order of the patterns of the plan, then of the model.
+        groups: the units of `Plan.units`, in the order of the plan.
+        experts: one unit for each layer of experts inside a block that is sharded over a mesh of its own.
     """
 
     blocks: list[Unit]
@@ -58,12 +58,12 @@ def find_units(model: nn.Module, plan: Plan, mesh: Mesh) -> Units:
     """Resolve the units of a plan.
 
     Args:
-        model: whole, or a stage of it.
-        plan: without mounts (`Plan.flat`); `blocks`, `units` and `experts` are used.
+        model: the whole model, or a stage of it.
+        plan: the flat plan (`Plan.flat`); uses `blocks`, `units` and `experts`.
         mesh: the grid of ranks.
 
     Raises:
-        ParallelError: a pattern names nothing, a module is in two units, two units share a parameter, or a
+        ParallelError: a pattern matches nothing, a module is in two units, two units share a parameter, or a
             unit is the model itself.
     """
     repeated = {
@@ -86,7 +86,7 @@ def find_units(model: nn.Module, plan: Plan, mesh: Mesh) -> Units:
 
 
 def _owners(model: nn.Module, units: list[Unit]) -> dict[nn.Module, str]:
-    """The unit of each module inside a unit."""
+    """Return the unit of each module inside a unit."""
     owners: dict[nn.Module, str] = {}
     for unit in units:
         if model in unit.modules:
@@ -102,7 +102,7 @@ def _owners(model: nn.Module, units: list[Unit]) -> dict[nn.Module, str]:
 
 
 def _refuse_ties(model: nn.Module, owners: dict[nn.Module, str]) -> None:
-    """A parameter that two units share would be gathered by one and missing in the other."""
+    """Refuse a parameter that two units share: one would gather it, and it would be missing in the other."""
     seen: dict[int, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = owners.get(model.get_submodule(name.rpartition(".")[0]), ROOT)

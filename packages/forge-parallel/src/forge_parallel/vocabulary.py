@@ -1,4 +1,4 @@
-"""What the roles of embeddings and heads do, of which each rank has a part of the vocabulary.
+"""The roles of embeddings and heads of which each rank has a part of the vocabulary.
 
 B batch, T tokens, D model dim, V vocabulary.
 """
@@ -18,7 +18,7 @@ from forge_parallel.tensor_roles import Axis, RoleModule
 
 
 class Embed(RoleModule):
-    """An embedding that knows a part of the vocabulary; that of the last rank may be shorter."""
+    """An embedding of a part of the vocabulary; the part of the last rank may be shorter."""
 
     placements = {"weight": Shard(0)}
     uneven = True
@@ -35,17 +35,17 @@ class Embed(RoleModule):
 
 
 class Head(RoleModule):
-    """A head that makes the logits of a part of the vocabulary.
+    """A head that computes the logits of a part of the vocabulary.
 
-    A module with an attribute `vocabulary` is given a `VocabularyShard`, and computes its loss from a part of
-    the logits; of any other module the logits are gathered.
+    A module with an attribute `vocabulary` gets a `VocabularyShard`, and computes its loss from a part of the
+    logits; for any other module the logits are gathered.
     """
 
     placements = {"weight": Shard(0), "bias": Shard(0)}
     uneven = True
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The residual stream -> logits [B, T, V] or what the module makes of them."""
+        """The residual stream -> logits [B, T, V], or the result of the module on them."""
         axis = self.tensor_axis
         out = super().forward(axis.enter(hidden), *args, **kwargs)  # type: ignore[misc]
         entries = self._parameters["weight"].shape[0]  # type: ignore[union-attr]
@@ -53,7 +53,7 @@ class Head(RoleModule):
 
 
 class VocabularyShard:
-    """The part of the vocabulary that a head has, and the sums over the others. Collective.
+    """The part of the vocabulary that a head has, and the sums over the other parts. Collective.
 
     Args:
         axis: the ranks that have a part each.
@@ -83,7 +83,7 @@ class VocabularyShard:
 
 
 class _GatherLogits(torch.autograd.Function):
-    """All ranks use the whole alike, so each keeps its own part of the gradient."""
+    """Gathers logits. All ranks use the result alike, so each keeps its own part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, entries: int) -> Tensor:

@@ -16,8 +16,8 @@ class Checked(NamedTuple):
     """The result of a check on one rank.
 
     Attributes:
-        seconds: that the fastest of the sums took.
-        wrong: how many numbers were not what they had to be.
+        seconds: duration of the fastest sum.
+        wrong: count of numbers that differ from the known result.
     """
 
     seconds: float
@@ -28,8 +28,8 @@ def check_sum(group: ProcessGroup, device: torch.device) -> Checked:
     """Sum numbers over a group whose sum is known exactly. Waits for the device. Collective.
 
     Args:
-        group: of the ranks.
-        device: where this rank's numbers lie; decides the backend (NCCL on GPUs, gloo on CPUs).
+        group: the group of the ranks.
+        device: the device of this rank's numbers; decides the backend (NCCL on GPUs, gloo on CPUs).
     """
     import torch.distributed as dist
 

@@ -10,34 +10,34 @@ class ResilienceConfig(Config):
 
     Attributes:
         max_runtime_s: seconds from the start of the process to its end, within which the run saves and stops;
-            SLURM's own limit is always respected.
-        save_margin_s: least time kept for the last checkpoint; grows with the saves measured. Time for
-            another step and for the hooks is kept beside it, as measured.
-        max_bad_steps: so many steps in a row with a non-finite loss or gradient are trouble; so are the last
-            two steps of a run, if they are such ones.
-        repeat_bad_steps: where the count is read and the last step was not finite, it is taken once more from
-            the same inputs, which tells faulty hardware from data.
-        spike_deviations: a loss so many standard deviations above the median of the last `spike_window` ones
-            is a spike; 0 looks for none.
-        spike_window: losses that say what is usual.
-        spike_steps: so many spikes in a row are trouble.
-        max_rollbacks: how often trouble within a thousand steps of each other sends the run back to a
-            checkpoint from before, without the data that caused it; then it ends. 0 ends it at once.
-        rollback_margin_steps: how many steps before the trouble that checkpoint lies at least, and as many
+            SLURM's own limit always holds.
+        save_margin_s: least time kept for the last checkpoint; grows with the measured saves. Measured time
+            for another step and for the hooks is kept beside it.
+        max_bad_steps: number of steps in a row with a non-finite loss or gradient that are trouble; at the
+            end of a run, two are enough.
+        repeat_bad_steps: when the count is read and the last step was not finite, repeat it from the same
+            inputs, which tells faulty hardware from bad data.
+        spike_deviations: a loss is a spike if it is this many standard deviations above the median of the
+            last `spike_window` losses; 0 looks for none.
+        spike_window: number of losses that define the usual range.
+        spike_steps: number of spikes in a row that are trouble.
+        max_rollbacks: number of times that trouble within a thousand steps sends the run back to an earlier
+            checkpoint, without the data that caused it; then the run ends. 0 ends it at once.
+        rollback_margin_steps: the checkpoint lies at least this many steps before the trouble, and this many
             steps before and after the trouble are left out as well.
-        compare_copies_every_steps: replicas (`mesh.dp_replicate`) compare their weights bit for bit so often,
-            and before each checkpoint; copies that differ send the run back to when they were the same. 0
-            never compares.
-        compare_speed_every_steps: the ranks compare so often how long each waits for data and takes for the
-            same small computation, look at the health of the GPUs, and check, at the start too, that sums
-            over ranks are right; 0 never does.
-        collective_timeout_s: so long a rank waits for the others in a collective before it fails; every
-            group has it. The watchdog, which says more, is quicker where it is on.
-        watchdog: a process beside each rank ends the run when something hangs, and says what.
-        hang_least_s: nothing is called hung before; otherwise ten times the longest of its kind so far.
-        hang_first_s: how long something may take that comes for the first time: it may compile, or load.
-        check_every_steps: how often counts and losses are read from the device; they also are before each
-            checkpoint.
+        compare_copies_every_steps: distance of the steps at which replicas (`mesh.dp_replicate`) compare
+            their weights bit for bit; they also do before each checkpoint. Different copies send the run back
+            to when they were equal. 0 never compares.
+        compare_speed_every_steps: distance of the steps at which the ranks compare how long each waits for
+            data and takes for the same small computation, look at the health of the GPUs, and check that sums
+            over ranks are right (at the start too); 0 never does.
+        collective_timeout_s: how long a rank waits for the others in a collective before it fails, in every
+            group. The watchdog, which reports more, is quicker where it is on.
+        watchdog: a process beside each rank ends the run when something hangs, and reports what.
+        hang_least_s: shortest time after which a phase hangs; the limit is ten times its longest duration.
+        hang_first_s: how long the first phase of a kind may take, because it may compile, or load.
+        check_every_steps: distance of the steps at which counts and losses are read from the device; they
+            also are before each checkpoint.
     """
 
     free_keys = (ALL_KEYS,)

@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same bits do: a flipped bit in memory is silent otherwise."""
+"""Whether ranks with copies of the same tensors hold the same bits: a flipped bit is silent otherwise."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def digests(tensors: Sequence[Tensor]) -> Tensor:
-    """A number for each tensor, from its bits; any single flipped bit changes it. Does not wait.
+    """Return a number for each tensor, from its bits; any single flipped bit changes it. Does not wait.
 
-    It is the sum of the elements read as integers, modulo 2^64: cheap, and for accidents, not for attacks.
+    It is the sum of the elements read as integers, modulo 2^64: cheap, and safe against accidents only.
 
     Args:
-        tensors: those that this rank holds, plain, on one device.
+        tensors: this rank's tensors, plain, on one device.
 
     Returns:
         [n] int64.
@@ -42,7 +42,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def differing(mine: Tensor, group: ProcessGroup) -> Tensor:
-    """Which digests are not the same on all ranks of a group. Collective; does not wait.
+    """Return which digests differ between the ranks of a group. Collective; does not wait.
 
     Args:
         mine: [n] int64, of this rank.
@@ -63,11 +63,11 @@ class Copy:
     """One of several copies that differ.
 
     Attributes:
-        rank: of all.
-        host: where it runs.
-        copies: the ranks that should hold the same.
-        name: of the first tensor that differs.
-        digest: of all of them.
+        rank: global rank.
+        host: name of its host.
+        copies: the ranks that should hold the same values.
+        name: name of the first tensor that differs.
+        digest: digest of all tensors.
     """
 
     rank: int
@@ -78,10 +78,10 @@ class Copy:
 
 
 def name_the_odd(found: Sequence[Copy]) -> Finding:
-    """Which ranks on which hosts hold something else than most of those that should hold the same.
+    """Return the ranks and hosts whose copies differ from most of the copies.
 
     Args:
-        found: of every rank whose copy differs from another one.
+        found: an entry for every rank whose copy differs from another one.
     """
     odd: list[Copy] = []
     for copies in dict.fromkeys(one.copies for one in found):

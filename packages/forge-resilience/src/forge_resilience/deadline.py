@@ -30,14 +30,14 @@ _IMPORTED_S = time.monotonic()
 class Deadline:
     """Asks to stop early enough that a last checkpoint can be written.
 
-    What may come before the next verdict is learnt: the longest recent span of each kind (a step, each hook)
-    must fit, and a save after it.
+    The time until the next verdict is learnt: the longest recent span of each kind (a step, each hook) must
+    fit, and a save after it.
 
     Args:
         max_runtime_s: seconds that this process may run, from its start on; None means no limit of its own.
         margin_s: least time kept for the last save.
-        environ: where SLURM tells the end of the job (`SLURM_JOB_END_TIME`, seconds since 1970).
-        age_s: for how long this process has run; by default what the system says.
+        environ: has the end of the SLURM job (`SLURM_JOB_END_TIME`, seconds since 1970), if any.
+        age_s: seconds that this process has run; by default as the system reports.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Deadline:
         self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
 
     def observe(self, kind: str, seconds: float) -> None:
-        """Learn how long something takes that comes again between two verdicts, or a save.
+        """Learn the duration of a span that recurs between two verdicts, or of a save.
 
         Args:
             kind: `SAVE`, or any name; spans of different kinds must not overlap.
-            seconds: how long it took.
+            seconds: its duration.
         """
         self._recent[kind].append(seconds)
 
@@ -71,24 +71,24 @@ class Deadline:
         self.observe(kind, time.monotonic() - start)
 
     def left_s(self) -> float:
-        """Seconds until the end; infinite without a limit."""
+        """Return the seconds until the end; infinite without a limit."""
         return self._end_s - time.monotonic()
 
     def needed_s(self, save_due: bool = False) -> float:
-        """Seconds to go on until the next verdict and save then.
+        """Return the seconds needed to go on until the next verdict and then save.
 
         Args:
-            save_due: a save comes before that, too.
+            save_due: another save comes before that verdict.
         """
         longest = {kind: max(seconds) for kind, seconds in self._recent.items()}
         save_s = longest.pop(SAVE, 0.0)
         return sum(longest.values()) + save_due * save_s + max(self._margin_s, SAFETY * save_s)
 
     def verdict(self, save_due: bool = False) -> Verdict:
-        """STOP when the remaining time is just enough to save.
+        """Return STOP when the remaining time is just enough to save.
 
         Args:
-            save_due: a save follows this verdict whatever it is.
+            save_due: a save follows this verdict in any case.
         """
         return Verdict.STOP if self.left_s() <= self.needed_s(save_due) else Verdict.CONTINUE
 
@@ -107,7 +107,7 @@ def process_age_s() -> float:
 
 
 def _slurm_left_s(environ: Mapping[str, str]) -> float:
-    """Seconds until SLURM ends the job; infinite outside of SLURM and where it does not know."""
+    """Return the seconds until SLURM ends the job; infinite outside of SLURM and where that is unknown."""
     text = environ.get("SLURM_JOB_END_TIME")
     if text is None:
         return math.inf

@@ -10,8 +10,8 @@ class Finding:
     """A fault of some ranks.
 
     Attributes:
-        why: in words.
-        hosts: where the ranks run that it is blamed on, without their domain; empty where nobody is blamed.
+        why: the fault in words.
+        hosts: the hosts to blame, without their domain; empty where nobody is blamed.
     """
 
     why: str

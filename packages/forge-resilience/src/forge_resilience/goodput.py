@@ -1,4 +1,4 @@
-"""Where the wall time of a run went, over all of its starts; and how often it is worth to save. No torch."""
+"""Where the wall time of a run went, over all of its starts; and how often to save. No torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ PRIOR_S = 8 * 3600.0
 
 @dataclass(frozen=True)
 class Line:
-    """A look at one stretch of a run: from a start or a rollback to the next.
+    """A snapshot of one stretch of a run: from a start or a rollback to the next.
 
     Attributes:
-        stretch: counts them.
-        began: of the stretch, in seconds since 1970.
-        at: of this look.
-        from_step: steps taken when it began.
+        stretch: its number.
+        began: start of the stretch, in seconds since 1970.
+        at: time of this snapshot.
+        from_step: steps taken at the start of the stretch.
         step: steps taken by now.
         spans: seconds of the stretch in each named part; the rest is `other`.
-        ended: whether it ended in order: by a signal, a limit of time, a rollback, or its last step.
-        stop_s: how long a stop would have taken then, with a last checkpoint; 0 if that was not known.
+        ended: whether it ended in order: by a signal, a time limit, a rollback, or its last step.
+        stop_s: estimated duration of a stop at this time, with a last checkpoint; 0 if unknown.
     """
 
     stretch: int
@@ -47,15 +47,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Goodput:
-    """The sum of a run; all seconds together are its wall time.
+    """The totals of a run; all seconds together are its wall time.
 
     Attributes:
-        wall_s: from the first start to the last look.
-        seconds: by what they went to: `productive`, `lost` (steps that were done again), `down` (between two
-            starts: found out, queued, restarted), `start` (up to the first step), `compile` (what the first
-            step took longer than others), and the spans of the run; largest first.
-        starts: how many stretches there were.
-        failures: how many of them broke off.
+        wall_s: from the first start to the last snapshot.
+        seconds: by use, largest first: `productive`, `lost` (steps that were repeated), `down` (between two
+            starts: noticed, queued, restarted), `start` (up to the first step), `compile` (time of the first
+            step above that of others), and the spans of the run.
+        starts: number of stretches.
+        failures: number of stretches that broke off.
     """
 
     wall_s: float = 0.0
@@ -65,7 +65,7 @@ class Goodput:
 
     @property
     def ratio(self) -> float:
-        """Effective training time: the part of the wall time in steps that lasted. 0 to 1."""
+        """Effective training time: the fraction of wall time in steps that counted. 0 to 1."""
         return self.seconds.get("productive", 0.0) / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
@@ -107,7 +107,7 @@ def add_up(lines: Iterable[Line]) -> Goodput:
 
 
 def _productive_at(stretch: Sequence[Line], step: int) -> float:
-    """Productive seconds of a stretch up to a step, between two looks in proportion."""
+    """Return the productive seconds of a stretch up to a step, interpolated between two snapshots."""
     before_step, before_s = stretch[0].from_step, 0.0
     for line in stretch:
         now_s = line.spans.get(PRODUCTIVE, 0.0)
@@ -119,14 +119,14 @@ def _productive_at(stretch: Sequence[Line], step: int) -> float:
 
 
 def save_every_s(stall_s: float, mean_time_to_failure_s: float) -> float:
-    """The time between two checkpoints that loses least to saving and to steps done again.
+    """Return the time between checkpoints that loses least to saving and to repeated steps.
 
     Source: Young 1974, doi:10.1145/361147.361115, the first order of Daly 2006,
     doi:10.1016/j.future.2004.11.016, eq. 20 for a stall far below the mean time to failure.
 
     Args:
         stall_s: how long training waits for a checkpoint.
-        mean_time_to_failure_s: between two failures.
+        mean_time_to_failure_s: mean time between two failures.
     """
     if stall_s >= 2 * mean_time_to_failure_s:
         return mean_time_to_failure_s
@@ -134,7 +134,7 @@ def save_every_s(stall_s: float, mean_time_to_failure_s: float) -> float:
 
 
 def line_of(entry: Mapping[str, Any]) -> Line | None:
-    """A line of the ledger from JSON; None if it is none."""
+    """Parse a line of the ledger from JSON; None if it is none."""
     try:
         return Line(
             int(entry["stretch"]),

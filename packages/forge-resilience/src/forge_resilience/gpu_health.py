@@ -1,4 +1,4 @@
-"""What NVML says of the GPUs of this host, through `nvidia-smi`. Imports no torch."""
+"""The health of the GPUs of this host, from NVML through `nvidia-smi`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LIMIT_S = 20.0
 
 
 def gpu_problems() -> list[str] | None:
-    """What is wrong with each GPU of this host; None where there is no `nvidia-smi`.
+    """Return the problems of each GPU of this host; None where there is no `nvidia-smi`.
 
-    A field that a GPU or its driver does not know is passed over. A driver that does not answer is a problem.
+    Fields that a GPU or its driver does not know are ignored. A driver that does not answer is a problem.
     """
     if shutil.which("nvidia-smi") is None:
         return None

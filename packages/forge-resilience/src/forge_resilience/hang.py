@@ -1,4 +1,4 @@
-"""Which rank hangs, from what the ranks report. Imports nothing heavy."""
+"""Which rank hangs, from the reports of the ranks. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Report:
     """The activity of one rank when a hang was noticed.
 
     Attributes:
-        rank: of all.
-        host: where it runs.
-        pid: of the process there.
-        phase: what it was doing.
-        seconds: for how long.
-        limit_s: how long that may take.
-        batches: how often it had begun to wait for data.
-        steps: how often it had begun a step.
-        silent_s: for how long no thread of it has run Python.
-        state: of the process: R runs, S sleeps, D waits for a disk, T is stopped.
+        rank: global rank.
+        host: name of its host.
+        pid: process id there.
+        phase: name of its phase.
+        seconds: duration of the phase so far.
+        limit_s: limit of the phase.
+        batches: number of times it has begun to wait for data.
+        steps: number of steps it has begun.
+        silent_s: seconds since any of its threads ran Python.
+        state: state of the process: R runs, S sleeps, D waits for a disk, T is stopped.
     """
 
     rank: int
@@ -54,20 +54,20 @@ class Report:
     state: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain data for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} (pid {self.pid}) in {self.phase!r} for {self.seconds:.0f} s"
 
     def place(self) -> tuple[int, bool, int, bool, int]:
-        """How far it has come; what comes earlier in a step is smaller. Hooks come before `LAST`."""
+        """How far the rank has come; earlier places in a step are smaller. Hooks come before `LAST`."""
         last = LAST.index(self.phase) + 1 if self.phase in LAST else 0
         return self.batches, self.phase != "data", self.steps, self.phase != "step", last
 
 
 def verdict_of(folder: Path, ranks: int, wait_s: float) -> Finding:
-    """Wait for the reports of all ranks, and say which one hangs; the first that can writes it down."""
+    """Wait for the reports of all ranks, and find the one that hangs; the first rank that can writes it."""
     end = time.monotonic() + wait_s
     while len(reports := read_reports(folder)) < ranks and time.monotonic() < end:
         time.sleep(0.1)
@@ -88,10 +88,10 @@ def read_reports(folder: Path) -> list[Report]:
 
 
 def name_the_one(reports: list[Report], ranks: int) -> Finding:
-    """Which rank, host and phase differ from the others.
+    """Return the rank, host and phase that differ from the others.
 
-    A rank that does not report, is stopped or holds the GIL is named for that; else those that are at another
-    place than most; of two places with as many ranks, the one that is behind, for others wait for it.
+    A rank is named if it does not report, is stopped or holds the GIL; otherwise the ranks at another place
+    than most. Of two places with equally many ranks, the one behind is named, because others wait for it.
     """
     missing = sorted(set(range(ranks)) - {report.rank for report in reports})
     if missing:

@@ -1,4 +1,4 @@
-"""What a rank is doing, in a few bytes that another process reads. Imports nothing heavy."""
+"""The activity of a rank, in a few bytes that another process reads. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _ODD = "<Q"
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A look at a rank.
+    """A snapshot of a rank.
 
     Attributes:
-        since_s: when the phase began, on the monotonic clock.
-        limit_s: how long it may take.
+        since_s: start of the phase, on the monotonic clock.
+        limit_s: limit of the phase.
         alive_s: when Python last ran there, on the monotonic clock.
-        batches: how often the rank has begun to wait for data.
-        steps: how often it has begun a step.
-        phase: what it does.
+        batches: number of times the rank has begun to wait for data.
+        steps: number of steps the rank has begun.
+        phase: name of the phase.
     """
 
     since_s: float
@@ -39,7 +39,7 @@ class HeartbeatFile:
     """The bytes, shared with the process that watches.
 
     Args:
-        path: of an existing one, to read; a new one, in memory where there is /dev/shm, if None.
+        path: an existing file to read; None makes a new one, in memory where there is /dev/shm.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -61,7 +61,7 @@ class HeartbeatFile:
         self._bytes[:8] = struct.pack(_ODD, self._count)
 
     def read(self) -> Heartbeat | None:
-        """What is there; None while nothing is. A look during a write is repeated."""
+        """Return the last heartbeat; None before the first. A read during a write is repeated."""
         for _ in range(100):
             raw = bytes(self._bytes)
             if raw == bytes(self._bytes):
@@ -71,7 +71,7 @@ class HeartbeatFile:
         return Heartbeat(since, limit, alive, batches, steps, phase.rstrip(b"\0").decode()) if count else None
 
     def remove(self) -> None:
-        """Of the disk, if it is still there: the rank and its monitor both do."""
+        """Remove the file from the disk, if it is still there: the rank and its monitor both do."""
         with suppress(FileNotFoundError):
             os.unlink(self.path)
 

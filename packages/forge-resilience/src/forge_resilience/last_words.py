@@ -9,7 +9,7 @@ MOST_BYTES = select.PIPE_BUF
 
 
 def last_words(text: str) -> None:
-    """Write to stderr if it takes the text at once; a reader that stands still never delays an end."""
+    """Write to stderr if it accepts the text at once; a reader that does not read never delays the end."""
     with suppress(OSError):
         poll = select.poll()
         poll.register(2, select.POLLOUT)

@@ -1,4 +1,4 @@
-"""The process beside a rank that sees when it hangs. Run as a script; imports only what starts in no time.
+"""The process beside a rank that notices when it hangs. Run as a script; its imports take no time.
 
 It works when the rank cannot: its main thread waits in C++ or holds the GIL, or the process is stopped.
 """
@@ -30,8 +30,8 @@ def main(settings: dict[str, Any]) -> None:
     """Watch until the rank is gone or hangs.
 
     Args:
-        settings: `path` of the beat, `stacks` where the rank writes them, its `pid`, `rank`, `ranks`, `host`,
-            `folder` of the reports, and `least_s` after which a stopped rank hangs whatever it was doing.
+        settings: `path` of the heartbeat, `stacks` where the rank writes them, its `pid`, `rank`, `ranks`,
+            `host`, `folder` of the reports, and `least_s` after which a stopped rank hangs in any phase.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -57,7 +57,7 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _is_gone(seconds: float) -> bool:
-    """Whether the rank has closed its end of the pipe, as it does by its death; waits so long for that."""
+    """Wait at most so many seconds for the rank to close its end of the pipe, as it does when it dies."""
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return bool(ready) and not os.read(sys.stdin.fileno(), 1)
 
@@ -94,7 +94,7 @@ def _report(settings: dict[str, Any], folder: Path, beat: Heartbeat) -> None:
 
 
 def _state(pid: int) -> str:
-    """A letter of the system: R runs, S sleeps, D waits for a disk, T is stopped."""
+    """Return the state letter of the system: R runs, S sleeps, D waits for a disk, T is stopped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -41,9 +41,9 @@ class Signals:
     Must be entered by the main thread. Processes forked inside inherit the handlers, which do nothing there.
 
     Args:
-        starting: nothing is worth saving yet. A signal ends the process there and then until `loaded()`, for
-            an exception within the start of a C extension can crash it; from then on it raises `Stopped` at
-            once, until `started()`.
+        starting: nothing is worth saving yet. Until `loaded()`, a signal ends the process at once, because an
+            exception while a C extension starts can crash it; from then until `started()` it raises
+            `Stopped`.
 
     Attributes:
         received: the first signal that asked to stop, None before.
@@ -76,14 +76,14 @@ class Signals:
             self._watch = _Watch()
 
     def __exit__(self, *_: object) -> None:
-        """Bring the previous handlers back."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
         self._end_watch()
 
     def loaded(self) -> None:
-        """All modules are loaded: from now on a signal during the start raises `Stopped`."""
+        """Note that all modules are loaded: from now on a signal during the start raises `Stopped`."""
         self._loads = False
 
     def started(self, agree: Callable[[Verdict], Verdict] = lambda verdict: verdict) -> None:
@@ -113,7 +113,7 @@ class Signals:
         self._watch = None  # it stays until the process is gone
 
     def verdict(self) -> Verdict:
-        """STOP once a signal came."""
+        """Return STOP once a signal came."""
         return Verdict.CONTINUE if self.received is None else Verdict.STOP
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -138,15 +138,15 @@ class Signals:
 
 
 def stopped_by(cause: str) -> str:
-    """The message of a start that was stopped."""
+    """Return the message of a start that was stopped."""
     return f"stopped by {cause} before the first step of this start; start it again\n"
 
 
 class _Watch:
-    """Ends a process that was signalled and does not end by itself, as its main thread waits in C++ code.
+    """Ends a signalled process that does not end by itself, because its main thread waits in C++ code.
 
-    Python runs handlers in the main thread only, between two of its instructions: not while that connects to
-    another rank. What the interpreter writes into a pipe at once is read here by a thread.
+    Python runs handlers in the main thread only, between two of its instructions: not while it connects to
+    another rank. A thread reads here the byte that the interpreter writes into a pipe at once.
     """
 
     def __init__(self) -> None:

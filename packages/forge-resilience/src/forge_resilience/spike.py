@@ -21,17 +21,17 @@ LEAST = 1e-3
 
 
 class SpikeCounter:
-    """Calls a loss a spike that is far above the median of the last ones that were none.
+    """Calls a loss a spike if it is far above the median of the last losses that were no spikes.
 
     Far is `deviations` times the standard deviation as the median absolute deviation estimates it, which
     single outliers do not move (Leys et al. 2013, doi:10.1016/j.jesp.2013.03.013). Nothing is judged before
-    there are `window` losses. Losses stay on the device until they are read, all in one copy; what is decided
-    does not depend on when that is. Losses that are not finite are left to `NonFiniteCounter`.
+    there are `window` losses. Losses stay on the device until they are read, all in one copy; decisions do
+    not depend on when that is. `NonFiniteCounter` handles losses that are not finite.
 
     Args:
         deviations: 0 finds no spikes.
-        window: so many losses are the range.
-        patience: so many spikes in a row are trouble.
+        window: number of losses that define the range.
+        patience: number of spikes in a row that are trouble.
         read_every_steps: distance of the reads (each waits for the device).
     """
 
@@ -55,28 +55,28 @@ class SpikeCounter:
             self._pending.append((step, loss.detach()))
 
     def verdict(self, step: int, read: bool = False) -> Verdict:
-        """ABORT once `patience` losses in a row were spikes.
+        """Return ABORT once `patience` losses in a row were spikes.
 
         Args:
             step: steps taken so far.
-            read: read the losses now, as something depends on them: a checkpoint, for one.
+            read: read the losses now, because something depends on them, such as a checkpoint.
         """
         if read or step % self._read_every_steps == 0:
             self._read()
         return Verdict.CONTINUE if self._trouble is None else Verdict.ABORT
 
     def in_a_row(self) -> int:
-        """How many of the last losses were spikes. Waits for the device."""
+        """Return how many of the last losses were spikes. Waits for the device."""
         self._read()
         return self._in_a_row
 
     def spikes(self) -> int:
-        """Spikes of the run. Waits for the device."""
+        """Return the number of spikes of the run. Waits for the device."""
         self._read()
         return self._spikes
 
     def trouble(self) -> tuple[int, int]:
-        """The row of spikes that is trouble: its first step, from 0, and the one behind its last."""
+        """Return the trouble, a row of spikes: its first step, from 0, and the one after its last."""
         assert self._trouble is not None
         return self._trouble
 
@@ -125,7 +125,7 @@ class SpikeCounter:
 
 
 def _range_of(losses: Iterable[float]) -> tuple[float, float]:
-    """The median, and the spread about it."""
+    """Return the median, and the deviation around it."""
     losses = list(losses)
     middle = median(losses)
     spread = NORMAL * median(abs(loss - middle) for loss in losses)

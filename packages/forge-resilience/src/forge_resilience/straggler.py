@@ -26,8 +26,8 @@ class Slow(NamedTuple):
     """A rank that was slow for `WINDOWS` windows.
 
     Attributes:
-        rank: of all.
-        phase: at what.
+        rank: global rank.
+        phase: the phase in which it was slow.
         score: the time of the fastest rank over its own, 0 to 1.
     """
 
@@ -37,12 +37,12 @@ class Slow(NamedTuple):
 
 
 def scores(medians: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """The time of the fastest rank over that of each rank, by phase; 1 is the fastest.
+    """Return the time of the fastest rank over that of each rank, by phase; 1 is the fastest.
 
-    What makes no difference to a step counts as 1.
+    Differences too small to matter to a step count as 1.
 
     Args:
-        medians: of each rank, seconds by phase, the same phases on all of them.
+        medians: for each rank, seconds by phase, the same phases on all of them.
     """
     step_s = min(sum(s for phase, s in mine.items() if phase != PROBE) for mine in medians)
     found: dict[str, list[float]] = {}
@@ -57,13 +57,13 @@ def scores(medians: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 class Stragglers:
-    """Looks at window after window, and names a rank once when it has become slow."""
+    """Compares window after window, and names a rank once when it has become slow."""
 
     def __init__(self) -> None:
         self._slow: Counter[tuple[int, str]] = Counter()
 
     def window(self, found: Mapping[str, Sequence[float]]) -> list[Slow]:
-        """The ranks that have been slow for `WINDOWS` windows in a row with this one.
+        """Return the ranks that have been slow for `WINDOWS` windows in a row with this one.
 
         Args:
             found: from `scores`.

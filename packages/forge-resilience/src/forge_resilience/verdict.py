@@ -25,10 +25,10 @@ class Verdict(IntEnum):
 
 
 def agree(verdict: Verdict, group: ProcessGroup | None) -> Verdict:
-    """The gravest verdict of all ranks. Collective.
+    """Return the gravest verdict of all ranks. Collective.
 
     Args:
-        verdict: of this rank.
+        verdict: the verdict of this rank.
         group: a CPU (gloo) group, so that the device queue is not waited for; None in a lone process.
     """
     if group is None:

@@ -1,4 +1,4 @@
-"""Ends a run that hangs, and says which rank on which host does what. Imports no torch."""
+"""Ends a run that hangs, and reports which rank on which host does what. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ ALIVE_S = 0.5
 class Watchdog:
     """Context manager: a process beside this one watches that no phase takes too long.
 
-    Limits are learnt: ten times the longest of the last phases of that name, but at least `least_s`; a phase
-    that comes for the first time may take `first_s`, for it may compile, or load. A process that is stopped
-    (SIGSTOP) for `least_s` hangs whatever it was doing.
+    Limits are learnt: ten times the longest of the last phases of that name, but at least `least_s`; the
+    first phase of a name may take `first_s`, because it may compile, or load. A process that is stopped
+    (SIGSTOP) for `least_s` hangs in any phase.
 
     Args:
-        folder: of the reports; those of an earlier hang there are moved away.
-        rank: of this process.
-        ranks: how many there are.
-        least_s: no phase is called hung before.
-        first_s: the limit of a phase that comes for the first time.
-        record: what of the collectives is kept beside the stacks, if there is anything; called after a hang.
-        ended: called with what hangs, before the process ends.
+        folder: the folder of the reports; reports of an earlier hang there are moved away.
+        rank: rank of this process.
+        ranks: number of ranks.
+        least_s: shortest time after which a phase hangs.
+        first_s: limit of the first phase of a name.
+        record: returns a record of the collectives to keep beside the stacks, if any; called after a hang.
+        ended: called with the finding before the process ends.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Watchdog:
         self._file.remove()
 
     def enter(self, phase: str) -> None:
-        """This process does something else from now on.
+        """Note that this process begins another phase.
 
         Args:
-            phase: what; "data" is waiting for a batch, "step" training on it.
+            phase: its name; "data" is waiting for a batch, "step" training on it.
         """
         with self._lock:
             self._beat = replace(
@@ -111,7 +111,7 @@ class Watchdog:
             self._file.write(self._beat)
 
     def learn(self, phase: str, seconds: float) -> None:
-        """A phase has ended after so long."""
+        """Note the duration of a phase that has ended."""
         self._recent[phase].append(seconds)
 
     def _limit_s(self, phase: str) -> float:
@@ -119,7 +119,7 @@ class Watchdog:
         return max(self._least_s, FACTOR * max(recent)) if recent else self._first_s
 
     def _live(self) -> None:
-        """Tell that Python runs."""
+        """Show the monitor that Python runs."""
         while not self._done.wait(ALIVE_S):
             with self._lock:
                 self._beat = replace(self._beat, alive_s=time.monotonic())
@@ -141,7 +141,7 @@ class Watchdog:
         return subprocess.Popen(line, stdin=pipe, stdout=pipe, start_new_session=True)
 
     def _obey(self) -> None:
-        """End the process when the monitor says so."""
+        """End the process when the monitor asks for it."""
         said = self._monitor.stdout.readline().decode().strip()  # type: ignore[union-attr]
         if not said:
             if not self._done.is_set():

@@ -13,10 +13,10 @@ class PhaseConfig(Config):
 
     Attributes:
         start_step: the first step of the phase, counted from 0.
-        start_tokens: after so many tokens, rounded up to a whole step.
-        start_fraction: after this part of all steps, rounded up to a whole step.
-        weights: share of each source by its `name`; sources that are not named are not read.
-        lr_scale: what the learning rate of the schedule is multiplied by.
+        start_tokens: number of tokens after which it starts, rounded up to a whole step.
+        start_fraction: fraction of all steps after which it starts, rounded up to a whole step.
+        weights: share of each source by its `name`; other sources are not read.
+        lr_scale: factor on the learning rate of the schedule.
     """
 
     weights: dict[str, float]
@@ -38,10 +38,10 @@ class PhaseConfig(Config):
             yield f"given weights {self.weights}; expected numbers from 0, one of them above 0"
 
     def first_step(self, steps: int, step_tokens: int) -> int:
-        """The step at which the phase begins.
+        """Return the step at which the phase begins.
 
         Args:
-            steps: of the whole run.
+            steps: steps of the whole run.
             step_tokens: tokens a step.
         """
         if self.start_step is not None:
@@ -53,12 +53,12 @@ class PhaseConfig(Config):
 
 
 def lr_scale(phases: Sequence[PhaseConfig], step: int, steps: int, step_tokens: int) -> float:
-    """The factor on the learning rate of a step: from its phase, 1 before all phases.
+    """Return the factor on the learning rate of a step: that of its phase, 1 before all phases.
 
     Args:
-        phases: in the order of their starts.
+        phases: the phases in the order of their starts.
         step: the step about to be taken, from 0.
-        steps: of the whole run.
+        steps: steps of the whole run.
         step_tokens: tokens a step.
     """
     begun = [phase.lr_scale for phase in phases if phase.first_step(steps, step_tokens) <= step]

@@ -13,8 +13,8 @@ class SkipConfig(Config):
     """Steps or samples to skip; later ones move up.
 
     Attributes:
-        start_step: the first step that is left out, as the run counts them under the skips named before.
-        end_step: the first that is read again.
+        start_step: the first step that is left out, counted as the run counts steps after all earlier skips.
+        end_step: the first step that is read again.
         samples: instead of steps, global numbers of samples, as `forge-data sample` prints them.
     """
 
@@ -39,22 +39,22 @@ class SkipConfig(Config):
 
 
 def left_out(to: int, first: int, end: int, margin: int) -> SkipConfig:
-    """The skip that follows a rollback.
+    """Return the skip that follows a rollback.
 
     Args:
-        to: the step it went back to.
+        to: the step that the run went back to.
         first: the first step of the trouble.
-        end: the step behind the last one of it.
-        margin: so many steps before and after are left out as well.
+        end: the step after the last step of the trouble.
+        margin: number of steps before and after the trouble that are left out as well.
     """
     return SkipConfig(start_step=max(to, first - margin), end_step=end + margin)
 
 
 class Skips:
-    """From the place of a sample in the run to its global index.
+    """Map the position of a sample in the run to its global index.
 
     Args:
-        intervals: global indices that are left out, each from its first to the one behind its last.
+        intervals: global indices that are left out, each as (first, after the last).
     """
 
     def __init__(self, intervals: Sequence[tuple[int, int]] = ()) -> None:
@@ -78,16 +78,16 @@ class Skips:
         return int(self.ordinals(np.asarray([place]))[0])
 
     def place(self, ordinal: int) -> int:
-        """How many samples that are not left out come before a global index."""
+        """Return the number of samples that are read before a global index."""
         return ordinal - sum(min(stop, ordinal) - start for start, stop in self.intervals if start < ordinal)
 
     def first_place(self, interval: int) -> int:
-        """The place in the run from which on an interval changes it."""
+        """Return the position in the run from which on an interval changes the order."""
         return int(self._places[interval])
 
 
 def build_skips(configs: Sequence[SkipConfig], global_batch: int) -> Skips:
-    """What a configuration leaves out of a run with so many sequences a step."""
+    """Build the skips of a configuration, for a run with `global_batch` sequences a step."""
     skips = Skips()
     for config in configs:
         added = [(sample, sample + 1) for sample in config.samples]

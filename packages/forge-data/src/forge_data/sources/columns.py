@@ -117,11 +117,11 @@ class TextColumn:
 
 @dataclass(frozen=True)
 class PromptColumns:
-    """A prompt, which is no target, and its completion, which is.
+    """A prompt, which is no target, and its completion, which is the target.
 
     Attributes:
-        prompt: the name of its column.
-        completion: the name of its column.
+        prompt: the name of the column with the prompt.
+        completion: the name of the column with the completion.
         control_tokens: whether control tokens that the texts spell are control tokens.
     """
 
@@ -150,15 +150,15 @@ class PromptColumns:
 
 @dataclass(frozen=True)
 class MessagesColumn:
-    """A conversation, of which what the assistant says is the target.
+    """A conversation; the assistant's messages are the targets.
 
     Attributes:
         field: the name of the column: a list of messages with `role` and `content`.
-        template: of a turn. What comes before `{content}` is no target; `{content}` and what follows it is
-            one in turns of the assistant. Or `tokenizer`: the chat template of the tokenizer writes the
-            conversation.
+        template: template of a turn. Text before `{content}` is no target; `{content}` and the text after it
+            is a target in turns of the assistant. `tokenizer` uses the chat template of the tokenizer
+            instead.
         control_tokens: whether control tokens that messages spell are control tokens.
-        roles: further roles, and whether what they say is a target.
+        roles: further roles, and whether their messages are targets.
         tools: the name of the column with the tools that the chat template of the tokenizer lists.
     """
 

@@ -40,30 +40,31 @@ class HfConfig(TextSourceConfig):
 
     Attributes:
         path: a name on the hub such as `HuggingFaceFW/fineweb-edu`, or a path or pattern of this machine,
-            which counts where it exists.
+            which has precedence where it exists.
         subset: the configuration of a data set of the hub.
-        revision: a commit, tag or branch of it; absent is the main branch. A run that streams it goes on
-            with the commit that it began with.
-        split: of a data set of the hub, or of a folder whose files say by their names which they belong to.
+        revision: a commit, tag or branch of it; absent is the main branch. A run that streams it keeps the
+            commit of its start.
+        split: the split of a data set of the hub, or of a folder whose file names tell their splits.
         validation: the path of the validation text, or the name of its split; absent holds out some of
             `path`.
         text: the column with the text; absent means `text` if no other kind is named.
-        messages: the column with conversations; only what the assistant says is a target.
-        prompt: the column with what is no target.
-        completion: the column with the target.
-        template: of a turn of a conversation; `{role}` and `{content}` are put in. `tokenizer` takes the chat
-            template of the tokenizer.
-        roles: further roles of conversations, and whether what they say is a target; beside assistant, which
-            is one, and system, developer, user, tool and function.
+        messages: the column with conversations; only the assistant's messages are targets.
+        prompt: the column with prompts, which are no targets.
+        completion: the column with the targets.
+        template: template of a turn of a conversation, with `{role}` and `{content}`. `tokenizer` uses the
+            chat template of the tokenizer.
+        roles: further roles of conversations, and whether their messages are targets; beside assistant, whose
+            are, and system, developer, user, tool and function, whose are not.
         tools: the column with the tools that the chat template of the tokenizer lists.
         control_tokens: whether a control token that the text of a row spells, such as `<|im_start|>`, is that
-            token; absent: in texts and prompts it is, in conversations it is text.
+            token; absent: yes in texts and prompts, no in conversations.
         streaming: read the text while training, from the hub too, instead of tokenizing it first. Nothing is
             held out: name `validation` to evaluate.
-        lanes: of a stream: its parts (row groups, ranges of bytes, files) are dealt to so many, which ranks
-            share evenly; 0 takes a divisor of the global batch, at most 64 and one for every four parts.
-        shuffle_parts: of a stream: how many parts of a lane have their documents shuffled together, which
-            bounds its memory; 0 reads files in their order.
+        lanes: for a stream, the number of lanes that its parts (row groups, byte ranges, files) are dealt to;
+            ranks share the lanes evenly. 0 takes a divisor of the global batch, at most 64 and one for every
+            four parts.
+        shuffle_parts: for a stream, the number of parts of a lane whose documents are shuffled together,
+            which bounds its memory; 0 reads files in their order.
     """
 
     free_keys = path_keys = ()

@@ -24,11 +24,11 @@ class HfTokenizerConfig(TokenizerConfig):
     """A Hugging Face `tokenizer.json`.
 
     Attributes:
-        path: the file, or the folder it is in.
+        path: the file, or its folder.
         eos: the token that ends a document.
         bos: whether a token begins each document and each prompt. `auto` does what the post-processor of the
-            tokenizer does, as `transformers`; true takes `bos_token` of `tokenizer_config.json` where that
-            adds none.
+            tokenizer does, as `transformers`; true takes `bos_token` of `tokenizer_config.json` where the
+            post-processor adds none.
     """
 
     # Another token at the beginning makes other tokens, which the fingerprint of the content notices.
@@ -63,8 +63,8 @@ class HfTokenizer:
     """A Hugging Face `tokenizer.json`.
 
     Attributes:
-        folder: where it lies, perhaps with other files of a model.
-        num_entries: of its vocabulary: fewer than `vocab_size` where ids have gaps.
+        folder: its folder, perhaps with other files of a model.
+        num_entries: size of its vocabulary; below `vocab_size` where ids have gaps.
     """
 
     def __init__(self, path: str, eos: str, bos: AddsBos = "auto") -> None:

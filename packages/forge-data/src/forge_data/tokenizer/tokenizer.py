@@ -17,17 +17,17 @@ END_OF_TEXT = "<|endoftext|>"
 class Tokenizer(Protocol):
     """Text to ids and back.
 
-    What reads a tokenizer of somebody else takes the attributes behind `digest` as absent where it has none.
+    A tokenizer of another project may lack the attributes after `digest`; code that reads them uses defaults.
 
     Attributes:
         vocab_size: ids are below this.
         eos_id: ends a document.
         digest: names the tokenizer in manifests.
-        file_digest: names the file that it was read from, which may be saved otherwise and say the same.
+        file_digest: digest of its file; files that differ may define the same tokenizer.
         bos_ids: begin each document and each prompt; often none.
         control_tokens: texts that are control tokens wherever they are spelled.
-        stop_ids: end what a model writes; `eos_id` is one of them.
-        chat_template: writes conversations.
+        stop_ids: ids that end generated text; `eos_id` is one of them.
+        chat_template: formats conversations.
     """
 
     vocab_size: int
@@ -59,14 +59,14 @@ class Tokenizer(Protocol):
         ...
 
     def encode_places(self, text: str, spelled: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of `encode`, and where they are from.
+        """Return the ids of `encode`, and the characters they come from.
 
         Args:
-            text: to be encoded as a whole.
-            spelled: places of characters; a control token that holds one of them is encoded as text.
+            text: encoded as a whole.
+            spelled: positions of characters; a control token that contains one of them is encoded as text.
 
         Returns:
-            [n] ids, and [n, 2] int64, the first character of each and the one behind its last.
+            [n] ids, and [n, 2] int64, the first character of each and the one after its last.
         """
         ...
 
@@ -76,7 +76,7 @@ class Tokenizer(Protocol):
 
 
 def with_bos(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text behind those that begin a document, unless it begins with them itself."""
+    """Return the ids of a text after `bos_ids`, unless the text begins with them itself."""
     ids, bos = [int(token) for token in tokenizer.encode(text)], list(getattr(tokenizer, "bos_ids", ()))
     return ids if ids[: len(bos)] == bos else bos + ids
 
@@ -92,7 +92,7 @@ def file_digest(tokenizer: Tokenizer) -> str:
 
 
 def is_named(tokenizer: Tokenizer, digest: str) -> bool:
-    """Whether a manifest names this tokenizer; earlier ones named its file."""
+    """Whether a manifest names this tokenizer; older manifests name its file."""
     return digest in (tokenizer.digest, file_digest(tokenizer))
 
 
@@ -109,10 +109,10 @@ class TokenizerConfig(Config):
         raise NotImplementedError
 
     def hf_files(self, max_tokens: int) -> dict[str, str]:
-        """Files by name that `transformers.AutoTokenizer` loads; none if it cannot be said in its terms.
+        """Return files by name that `transformers.AutoTokenizer` loads; none if it has no such form.
 
         Args:
-            max_tokens: of the model.
+            max_tokens: longest sequence of the model.
         """
         return {}
 

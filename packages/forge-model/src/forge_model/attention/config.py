@@ -22,12 +22,12 @@ class AttentionConfig(Config):
 
     @property
     def window(self) -> int | None:
-        """How many tokens a token sees at most, itself included; None means all."""
+        """The number of tokens that a token sees at most, itself included; None means all."""
         return None
 
     @property
     def by_blocks(self) -> bool:
-        """Whether scores go through nothing but a mask and a softmax over the keys and perhaps a sink."""
+        """Whether scores only pass a mask and a softmax over the keys, and perhaps a sink."""
         return True
 
     def build(self, dim: int, norm: NormConfig) -> nn.Module:
@@ -43,11 +43,11 @@ class AttentionConfig(Config):
         raise NotImplementedError
 
     def resolved(self, dim: int) -> AttentionConfig:
-        """The same with the defaults that depend on the width of the model written out."""
+        """Return the same config with the defaults that depend on the width of the model filled in."""
         return self
 
     def scaled(self, dim: int, base_head_dim: int) -> AttentionConfig:
-        """The same with scores that are those of heads of `base_head_dim`, and shrink as heads become wider.
+        """Return the same config with scores as for heads of `base_head_dim`, falling with their width.
 
         Source: Yang et al. 2022, arXiv:2203.03466 definition 4.1: 1/d in place of 1/sqrt(d).
         """
@@ -80,18 +80,18 @@ class GroupedQueryConfig(AttentionConfig):
         num_kv_heads: key-value heads; absent means as many as query heads.
         head_dim: width of a head; absent means dim / num_heads.
         qk_norm: normalize queries and keys before the rotation.
-        qk_norm_over: what is normalized together: each head (as Qwen3), or all heads at once (as OLMo 2).
+        qk_norm_over: the unit of normalization: each head (as Qwen3), or all heads at once (as OLMo 2).
         bias: biases on the query, key and value projections.
         output_bias: bias on the output projection.
-        sliding_window: a token sees at most so many tokens, itself included; absent means all.
+        sliding_window: number of tokens that a token sees at most, itself included; absent means all.
         scale: factor of the scores; absent means 1/sqrt(head_dim).
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv:2408.00118 section 2); absent
-            means they stay as they are. Costs speed: such scores have no fused kernel but FlexAttention.
-        sinks: every head has a learnt score for one more key that has no value, so that its weights may sum
-            to less than one (GPT-OSS, arXiv:2508.10925). Costs the same.
-        rope_dim: width of the part of each head that is rotated, its first dims (as GPT-NeoX); absent means
-            all of it.
-        rope_pairs: neighbours are rotated together (as GLM-4); otherwise the halves of that part.
+            means no cap. Slower: FlexAttention is the only fused kernel for such scores.
+        sinks: every head has a learnt score for one more key without a value, so that its weights may sum to
+            less than one (GPT-OSS, arXiv:2508.10925). As slow as `softcap`.
+        rope_dim: width of the rotated part of each head, its first dims (as GPT-NeoX); absent means all of
+            it.
+        rope_pairs: rotate neighbouring dims together (as GLM-4); otherwise the two halves of that part.
     """
 
     num_heads: Count = 8
@@ -202,15 +202,17 @@ class LatentConfig(AttentionConfig):
 
     Attributes:
         num_heads: heads.
-        kv_rank: width of the latent of which keys and values are made; with `rope_dim`, what a cache keeps.
-        q_rank: width of the latent of which queries are made; absent means that they are not compressed.
-        nope_dim: width of the part of a query and key that has no position.
-        rope_dim: width of the part that is rotated; all heads share that of the key.
+        kv_rank: width of the latent from which keys and values are computed; a cache keeps it and the rotated
+            key, of width `rope_dim`.
+        q_rank: width of the latent from which queries are computed; absent means no compression of queries.
+        nope_dim: width of the part of a query and key without position.
+        rope_dim: width of the rotated part; all heads share that of the key.
         value_dim: width of a value.
         bias: biases on the projections to the latents and on the output.
-        rope_pairs: neighbours are rotated together, as DeepSeek's weights are laid out; otherwise the halves.
+        rope_pairs: rotate neighbouring dims together, as DeepSeek's weights are laid out; otherwise the
+            halves.
         scale: factor of the scores; absent means 1/sqrt(nope_dim + rope_dim).
-        latent_eps: of the norms of the latents.
+        latent_eps: epsilon of the norms of the latents.
     """
 
     num_heads: Count = 8

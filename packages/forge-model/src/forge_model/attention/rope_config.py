@@ -58,12 +58,12 @@ class NoRopeConfig(RopeConfig):
 
 @ropes.register("mrope")
 class MultiAxisRopeConfig(RopeConfig):
-    """Positions by several axes, such as frame, row and column (M-RoPE, Qwen2-VL, arXiv:2409.12191 figure 3).
+    """Positions on several axes, such as frame, row and column (M-RoPE, Qwen2-VL, arXiv:2409.12191 figure 3).
 
-    Text, whose positions are the same on all axes, is rotated as by `plain`.
+    Text has the same position on all axes and is rotated as by `plain`.
 
     Attributes:
-        sections: how many pairs turn by each axis, those of the first axis first.
+        sections: number of pairs that rotate by each axis, starting with the first axis.
     """
 
     sections: tuple[Annotated[int, Meta(ge=1)], ...]

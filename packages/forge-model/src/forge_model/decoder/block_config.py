@@ -21,8 +21,8 @@ class BlockConfig(Config):
     """Interface of `[model.block]`.
 
     Attributes:
-        needs: the side inputs of the model that the block itself is given, by name, and their kinds; its
-            feed-forward and its norms say theirs.
+        needs: names and kinds of the side inputs that the block itself takes; its feed-forward and its norms
+            have their own.
     """
 
     needs: ClassVar[Needs] = {}
@@ -70,9 +70,9 @@ class ResidualBlockConfig(BlockConfig):
     """The standard block with other residual connections.
 
     Attributes:
-        parallel: attention and feed-forward are given the same x, and both are added to it:
-            x + attention(norm(x)) + ffn(norm(x)), each with a norm of its own (GPT-NeoX, arXiv:2204.06745).
-        scale: what attention and feed-forward return is multiplied by (as Granite, arXiv:2408.13359).
+        parallel: attention and feed-forward read the same x, and both are added to it:
+            x + attention(norm(x)) + ffn(norm(x)), each with its own norm (GPT-NeoX, arXiv:2204.06745).
+        scale: factor on the outputs of attention and feed-forward (as Granite, arXiv:2408.13359).
     """
 
     parallel: bool = False

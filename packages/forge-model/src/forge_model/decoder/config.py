@@ -47,13 +47,13 @@ class LayerOverride(Config):
     """Layers that differ from the others: `[[model.overrides]]`.
 
     Attributes:
-        layers: which ones: an index or a slice as in Python ("-1" is the last, "5::6" every sixth from 5 on),
-            or several with commas between ("0,3,8:10").
-        attention: stands in for the attention of the model, all of it; absent means the same.
-        ffn: stands in for the feed-forward of the model.
-        norm: stands in for the norm of the model.
-        rope: stands in for the rotary embedding of the model.
-        block: stands in for the way in which the model makes a block of them.
+        layers: an index or a slice as in Python ("-1" is the last, "5::6" every sixth from 5 on), or several
+            with commas between ("0,3,8:10").
+        attention: replaces the whole attention of the model; absent means the same.
+        ffn: replaces the feed-forward of the model.
+        norm: replaces the norm of the model.
+        rope: replaces the rotary embedding of the model.
+        block: replaces the block of the model.
     """
 
     layers: Annotated[str, Meta(pattern=INDICES)]
@@ -84,27 +84,27 @@ class DecoderConfig(ModelConfig):
     """A decoder.
 
     Attributes:
-        preset: fills in all keys that are absent, e.g. `llama-1b`; see `forge_model.hf.families`.
+        preset: fills in all absent keys, e.g. `llama-1b`; see `forge_model.hf.families`.
         from: fills them in from the `config.json` in this folder. The run keeps the keys, not the folder.
-        vocab_size: token ids the model knows.
+        vocab_size: number of token ids.
         max_tokens: longest sequence.
         dim: width of the residual stream.
         num_layers: blocks.
         tie_embeddings: the head uses the embedding matrix.
-        init_std: standard deviation of the initial matrices; those that write into the residual stream are
+        init_std: standard deviation of the initial matrices; matrices that write into the residual stream are
             scaled by 1/sqrt(2 num_layers).
-        attention: the attention of every layer that no override names; so are `ffn`, `norm`, `rope` and
+        attention: the attention of every layer without an override; likewise `ffn`, `norm`, `rope` and
             `block`.
-        norm: of the layers, and of the last hidden state.
+        norm: the norm of the layers, and of the last hidden state.
         norm_order: where a layer has its norms: "pre": x + f(norm(x)); "reordered": x + norm(f(x)), as OLMo 2
             (arXiv:2501.00656); "sandwich": x + norm(f(norm(x))), as Gemma 2 (arXiv:2408.00118).
-        embedding_scale: what embeddings are multiplied by; Gemma has sqrt(dim).
-        learned_positions: a learned vector for each of `max_tokens` positions is added to the embeddings when
-            they are scaled (GPT-2); with `rope.type = "none"` there are no others.
+        embedding_scale: factor on embeddings; Gemma has sqrt(dim).
+        learned_positions: a learnt vector for each of `max_tokens` positions is added to the scaled
+            embeddings (GPT-2); with `rope.type = "none"` there are no other positions.
         logit_softcap: logits become logit_softcap * tanh(logit / logit_softcap) (arXiv:2408.00118); absent
-            means they stay as they are.
-        logit_divisor: what logits are divided by, before they are capped (Granite, arXiv:2408.13359).
-        scaling: learning rates and initial values that were found for a narrower model; see there.
+            means no cap.
+        logit_divisor: divisor of logits, before they are capped (Granite, arXiv:2408.13359).
+        scaling: use learning rates and initial values that were found for a narrower model; see there.
         mtp: modules that predict tokens after the next one.
         overrides: layers that differ; where two name a layer, the later one counts.
     """

@@ -11,9 +11,9 @@ class MTPConfig(Config):
     """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437 section 2.2).
 
     Attributes:
-        num_modules: the k-th predicts the token after the next k, from the hidden state of the one before it
-            (D, eq. 21 to 23); 0 is none.
-        loss_weight: of the mean of their losses (lambda, eq. 25).
+        num_modules: D. Module k predicts the token after the next k, from the hidden state of module k - 1
+            (eq. 21 to 23); 0 is none.
+        loss_weight: lambda, weight of the mean of their losses (eq. 25).
     """
 
     recorded_keys = ("loss_weight",)

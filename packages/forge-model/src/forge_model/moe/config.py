@@ -35,23 +35,23 @@ class MoEConfig(FfnConfig):
         dim: hidden width of one expert; absent means that of a dense layer divided by `top_k`, so that a
             token costs about as much as in a dense layer.
         bias: biases on the projections of the experts.
-        num_experts: that a router chooses from.
+        num_experts: number of experts.
         top_k: experts of a token (on average, where experts choose).
-        router: how they are brought together.
+        router: how tokens and experts are matched.
         activation: the nonlinearity.
         gated: an expert is w_down(activation(w_gate x) * w_up x); otherwise w_down(activation(w_up x)).
         clamp: the gated unit of GPT-OSS in place of silu; absent means the plain one.
-        capacity_factor: an expert serves at most so many times its even share of the tokens that are routed
-            at once; it drops the others. Absent means that it drops none.
-        drop: what an expert beyond its capacity drops: `last` the tokens that come last, so that no token
-            loses its expert to a later one, `lightest` those that the router gives the least weight, which
-            depends on later tokens: not for models that are to generate.
-        shared_experts: experts beside, each of the width `shared_dim`, that serve every token.
+        capacity_factor: an expert serves at most this many times its even share of the tokens that are routed
+            at once, and drops the others. Absent means that it drops none.
+        drop: which tokens an expert beyond its capacity drops: `last` the last ones, so that no token loses
+            its expert to a later one; `lightest` those with the least router weight, which depends on later
+            tokens: not for models that generate.
+        shared_experts: number of experts, each of the width `shared_dim`, that serve every token.
         shared_dim: hidden width of each shared expert; absent means `dim`.
-        shared_gate: the shared experts are weighed by a sigmoid for each token (as Qwen2-MoE).
-        scale_gradients: the gradients of the weights of each expert are multiplied by the mean load of the
-            experts over its own, of the whole step, before they are clipped: experts that are chosen rarely
-            learn about as fast as others. What the model computes does not change.
+        shared_gate: weight the shared experts by a sigmoid for each token (as Qwen2-MoE).
+        scale_gradients: before clipping, multiply the weight gradients of each expert by the mean load of the
+            experts over its own load in the whole step: rarely chosen experts learn about as fast as others.
+            The forward pass does not change.
     """
 
     num_experts: Count = 8

@@ -21,7 +21,7 @@ class RouterConfig(Config):
     """Interface of `[model.ffn.router]`.
 
     Attributes:
-        z_loss_weight: of the mean squared log-normalizer of the logits (arXiv:2202.08906 eq. 5).
+        z_loss_weight: weight of the mean squared log-normalizer of the logits (arXiv:2202.08906 eq. 5).
     """
 
     z_loss_weight: Weight = 0.0
@@ -31,7 +31,7 @@ class RouterConfig(Config):
         raise NotImplementedError
 
     def require(self, num_experts: int, top_k: int) -> None:
-        """See that it can choose `top_k` of so many experts.
+        """Check that the router can choose `top_k` of `num_experts` experts.
 
         Raises:
             ValueError: it cannot.
@@ -42,18 +42,19 @@ class TopKConfig(RouterConfig):
     """Base of routers in which each token chooses `top_k` experts.
 
     Attributes:
-        normalize: the weights of the chosen experts are divided by their sum.
+        normalize: divide the weights of the chosen experts by their sum.
         scale: factor on the weights, after normalization.
-        bias: the logits have a bias that is learned (as gpt-oss).
-        groups: the experts lie in so many groups of equal size, one after the other.
-        top_groups: a token chooses among the experts of so many groups: with as many groups as nodes, its
-            copies go to no more than so many nodes (arXiv:2412.19437 section 2.1.2, node-limited routing).
-        batch_balance_weight: of the auxiliary loss over all tokens of a micro-batch of sequences, also where
-            several ranks have parts of them (arXiv:2101.03961 eq. 4 to 6).
-        balance_scope: whose load the auxiliary loss over tokens compares with: `batch`, that of the
-            micro-batch; `global`, that of all ranks in the micro-batches of the step up to this one
-            (arXiv:2501.11873 section 3), so that experts may specialize on what one micro-batch is about.
-        sequence_balance_weight: of the auxiliary loss of each sequence (arXiv:2412.19437 eq. 17 to 20).
+        bias: the logits have a learnt bias (as gpt-oss).
+        groups: number of groups of equal size in which the experts lie, one after the other.
+        top_groups: number of groups among whose experts a token chooses: with as many groups as nodes, its
+            copies go to at most this many nodes (arXiv:2412.19437 section 2.1.2, node-limited routing).
+        batch_balance_weight: weight of the auxiliary loss over all tokens of a micro-batch of sequences, also
+            where several ranks have parts of them (arXiv:2101.03961 eq. 4 to 6).
+        balance_scope: the load that this loss uses: `batch`, that of the micro-batch; `global`, that of all
+            ranks in the micro-batches of the step up to this one (arXiv:2501.11873 section 3), so that
+            experts may specialize on the topic of one micro-batch.
+        sequence_balance_weight: weight of the auxiliary loss of each sequence (arXiv:2412.19437 eq. 17 to
+            20).
     """
 
     normalize: bool = True
@@ -107,13 +108,13 @@ class SigmoidRouterConfig(TopKConfig):
     """Affinities are sigmoids (DeepSeek-V3, arXiv:2412.19437 eq. 15); a group is as good as its best two.
 
     Attributes:
-        bias_rate: after each step, the bias by which experts are selected moves by so much, up for experts
-            below the mean load, down for those above it (arXiv:2408.15664 algorithm 1). It selects only: it
-            changes no weight. 0 leaves it where it is.
-        bias_schedule: what the rate does: `constant`; `linear_warmup`: it rises from 1/n of `bias_rate` in
+        bias_rate: size of the move, after each step, of the bias by which experts are selected: up for
+            experts below the mean load, down for experts above it (arXiv:2408.15664 algorithm 1). The bias
+            changes no weight of an expert. 0 leaves it where it is.
+        bias_schedule: schedule of the rate: `constant`; `linear_warmup`: it rises from 1/n of `bias_rate` in
             the first of n = `bias_schedule_steps` steps to `bias_rate` in the last of them, and stays there;
             `cosine`: it falls from `bias_rate` along half a cosine to 0 after so many steps, and stays there.
-        bias_schedule_steps: of the two that change.
+        bias_schedule_steps: length of the warm-up or of the cosine.
     """
 
     bias_rate: Weight = 1e-3
@@ -130,7 +131,7 @@ class SigmoidRouterConfig(TopKConfig):
             )
 
     def rate(self, step: int) -> float:
-        """How far the bias moves after a step, from 0."""
+        """Return how far the bias moves after a step, counted from 0."""
         steps = self.bias_schedule_steps
         if self.bias_schedule == "linear_warmup":
             return self.bias_rate * min(step + 1, steps) / steps
@@ -156,10 +157,10 @@ class SigmoidRouterConfig(TopKConfig):
 
 @routers.register("expert_choice")
 class ExpertChoiceConfig(RouterConfig):
-    """Each expert chooses as many tokens as any other (arXiv:2202.09368 eq. 1 to 3).
+    """Each expert chooses the same number of tokens (arXiv:2202.09368 eq. 1 to 3).
 
-    Among all tokens that are routed at once, so that a token has `top_k` experts on average, and perhaps
-    none. What a token is given depends on tokens after it: not for models that generate.
+    It chooses among all tokens that are routed at once, so that a token has `top_k` experts on average, and
+    perhaps none. The experts of a token depend on later tokens: not for models that generate.
     """
 
     def build(self, dim: int, num_experts: int, top_k: int) -> Router:

@@ -104,12 +104,12 @@ class MLPConnectorConfig(LinearConfig):
 class WindowConfig(ProjectedConfig):
     """Interface of connectors that make one token of a window of patches.
 
-    Windows at the bottom and at the right hold what is left.
+    Windows at the bottom and right edges may be smaller.
 
     Attributes:
         window: height and width of a window, in patches.
-        hidden: width between two matrices; absent means that there is one.
-        activation: between them.
+        hidden: width between two matrices; absent means a single matrix.
+        activation: nonlinearity between the two.
     """
 
     window: Count = 2
@@ -163,10 +163,10 @@ class PixelShuffleConfig(WindowConfig):
 
 @connectors.register("attentional-pool")
 class AttentionalPoolConfig(WindowConfig):
-    """Attention over each window whose query is its mean (Molmo, arXiv:2409.17146), then one matrix or two.
+    """Attention over each window with its mean as query (Molmo, arXiv:2409.17146), then one matrix or two.
 
     Attributes:
-        num_heads: of the attention.
+        num_heads: heads of the attention.
     """
 
     num_heads: Count = 8
@@ -190,7 +190,7 @@ class AttentionalPoolConfig(WindowConfig):
 
 @connectors.register("resampler")
 class ResamplerConfig(ConnectorConfig):
-    """Learnt tokens that look at all features, as in Idefics2 (arXiv:2405.02246), however large the image is.
+    """Learnt tokens that attend to all features (Idefics2, arXiv:2405.02246): as many for any image size.
 
     Attributes:
         latents: tokens of an image.
@@ -198,9 +198,9 @@ class ResamplerConfig(ConnectorConfig):
         num_heads: query heads.
         num_kv_heads: key-value heads.
         head_dim: width of a head.
-        hidden: width of the gated feed-forward that features go through first; absent means 4 widths of the
-            decoder.
-        eps: of the norms.
+        hidden: width of the gated feed-forward that features pass first; absent means 4 times the width of
+            the decoder.
+        eps: epsilon of the norms.
     """
 
     latents: Count = 64

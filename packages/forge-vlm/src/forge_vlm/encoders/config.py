@@ -32,8 +32,8 @@ class EncoderConfig(Config):
 
     Attributes:
         patch_size: height and width of a patch.
-        mean: of each colour, subtracted from values between 0 and 1.
-        std: of each colour, by which they are divided then.
+        mean: mean of each colour, subtracted from values between 0 and 1.
+        std: standard deviation of each colour, the divisor after that.
     """
 
     patch_size: Count = 8
@@ -84,19 +84,20 @@ class TowerConfig(EncoderConfig):
     """Interface of towers that are vision transformers (arXiv:2010.11929) with norms before their parts.
 
     Attributes:
-        from: fills in all keys that are absent from the `config.json` in this folder of Hugging Face, of the
-            tower or of a model that has it beside text. The run keeps the keys, not the folder.
+        from: fills in all absent keys from the `config.json` in this Hugging Face folder, of the tower or of
+            a model with the tower beside text. The run keeps the keys, not the folder.
         dim: width of the residual stream.
         num_layers: blocks.
-        num_heads: of each attention.
+        num_heads: heads of each attention.
         ffn_dim: hidden width of the feed-forward; absent means 4 dim.
-        activation: of the feed-forward.
-        layers: whose hidden states are the features: 0 is what the first block is given, `num_layers` or -1
-            what the last one returns (as `hidden_states` of `transformers`); those of several are put side
-            by side. Blocks after the last of them are not computed, and never trained.
-        post_norm: whether the last norm of the tower is applied to them; absent means as `last_hidden_state`
-            of `transformers` where they are those of -1 alone (CLIP: no, others: yes), otherwise no.
-        eps: of the norms.
+        activation: nonlinearity of the feed-forward.
+        layers: layers whose hidden states are the features: 0 is the input of the first block, `num_layers`
+            or -1 the output of the last one (as `hidden_states` of `transformers`); several are concatenated.
+            Blocks after the last of them are not computed, and never trained.
+        post_norm: whether the last norm of the tower is applied to the features; absent means as in
+            `last_hidden_state` of `transformers` if `layers` is -1 alone (CLIP: no, others: yes), otherwise
+            no.
+        eps: epsilon of the norms.
         init_std: standard deviation of the initial matrices and positions.
     """
 
@@ -202,12 +203,12 @@ class TowerConfig(EncoderConfig):
 
 
 class FixedConfig(TowerConfig):
-    """Interface of towers that are given square images of one size.
+    """Interface of towers for square images of one size.
 
     Attributes:
         image_size: height and width in pixels that images are resized to.
-        positions: rows, and columns, of the table of positions, which is resized (bicubic) where the image
-            has another number; absent means as many as the image has.
+        positions: rows, and columns, of the table of positions, which is resized (bicubic) to the grid of the
+            image; absent means the size of that grid.
     """
 
     image_size: Count = 32

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @norms.register("by-modality")
 class ModalityNormConfig(NormConfig):
-    """Two norms, of which the modality of a token chooses one.
+    """Two norms; the modality of a token chooses one.
 
     Attributes:
-        norm: of each modality.
+        norm: the norm of each modality.
     """
 
     needs: ClassVar[Needs] = {"modality": "token"}
@@ -47,7 +47,7 @@ class ModalityNormConfig(NormConfig):
 
 @blocks.register("mixture-of-transformers")
 class ModalityBlockConfig(StandardBlockConfig):
-    """A standard block of which each modality has its own weights; attention is one for all."""
+    """A standard block with its own weights for each modality; all modalities share one attention."""
 
     needs: ClassVar[Needs] = SORTED
 
@@ -61,9 +61,9 @@ class ModalityBlockConfig(StandardBlockConfig):
 
 @fusions.register("mixture-of-transformers")
 class MixtureOfTransformersConfig(ModalitiesConfig):
-    """All weights but embeddings and head are there for text and for images; attention is one for all.
+    """All weights but embeddings and head exist twice, for text and for images; one attention is shared.
 
-    Liang et al. 2024, arXiv:2411.04996 algorithm 1. A token costs what it does in the dense decoder.
+    Liang et al. 2024, arXiv:2411.04996 algorithm 1. A token costs as much as in the dense decoder.
     `norm_order` of the decoder says where norms are: the paper's code has them after the parts ("reordered").
     """
 

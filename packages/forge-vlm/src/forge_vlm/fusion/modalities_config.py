@@ -1,4 +1,4 @@
-"""What fusions have in common that have weights for text and others for visual tokens. Imports no torch."""
+"""The base of fusions with separate weights for text and for visual tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ SORTED: Needs = {"modality_order": "other", "modality_inverse": "other", "modali
 
 
 class ModalitiesConfig(JointConfig):
-    """Visual tokens take the places of tokens; which weights a token uses is said by its modality.
+    """Visual tokens take the places of tokens; the modality of a token chooses its weights.
 
     Attributes:
-        padding: whether padding is no text, and uses no weights.
+        padding: whether padding is a modality of its own, which uses no weights.
     """
 
     host: ClassVar[frozenset[str]] = frozenset({"modality_sizes"})
     padding: ClassVar[bool] = False
 
     def require_layers(self, config: DecoderConfig) -> None:
-        """See that all layers are standard blocks without side inputs.
+        """Check that all layers are standard blocks without side inputs.
 
         Raises:
             ValueError: they are not, or the decoder predicts more than the next token.
@@ -53,7 +53,7 @@ class ModalitiesConfig(JointConfig):
             self.require_layer(index, layer)
 
     def require_layer(self, index: int, layer: LayerConfig) -> None:
-        """See that the fusion can do with a layer."""
+        """Check that the fusion supports a layer."""
 
     def is_of_images(self, name: str) -> bool:
         """See `FusionConfig.is_of_images`: the copies for images."""

@@ -30,25 +30,26 @@ class ExpertsConfig(Config):
 
 @fusions.register("moma")
 class MomaConfig(ModalitiesConfig):
-    """Feed-forwards are groups of experts, one group for each modality; attention is one for all.
+    """Feed-forwards are groups of experts, one group for each modality; one attention is shared.
 
-    Lin et al. 2024, arXiv:2407.21770. An expert is the feed-forward of the decoder, and its weight for a
-    token the sigmoid of a router.
+    Lin et al. 2024, arXiv:2407.21770. An expert is the feed-forward of the decoder; its weight for a token is
+    the sigmoid of a router.
 
     Attributes:
-        layers: whose feed-forwards become experts, as in `[[model.decoder.overrides]]`.
-        experts: of each modality.
-        capacity_factor: experts of a token on average; an expert of E is chosen by, or chooses, this over E
-            of the tokens of its modality. 1 costs what the decoder costs.
-        routing: `choice`: while training, each expert chooses its tokens among those of a sequence
-            (arXiv:2202.09368), which tells them something of later ones; evaluation and generation choose by
-            auxiliary routers, which see a token alone. `threshold`: a token goes to the experts whose score
+        layers: layers whose feed-forwards become experts, as in `[[model.decoder.overrides]]`.
+        experts: number of experts of each modality.
+        capacity_factor: experts of a token on average: each of E experts has this over E of the tokens of its
+            modality. 1 costs as much as the decoder.
+        routing: `choice`: while training, each expert chooses its tokens within a sequence
+            (arXiv:2202.09368), which leaks information of later tokens; evaluation and generation use
+            auxiliary routers, which see one token alone. `threshold`: a token goes to the experts whose score
             for it is above a running threshold (arXiv:2603.11535), in training too.
-        normalize: the weights of the experts of a token are divided by their sum.
-        gumbel_noise: difference of two Gumbel variables that is added to the logits of `choice`, in training.
+        normalize: divide the weights of the experts of a token by their sum.
+        gumbel_noise: scale of the noise that `choice` adds to logits in training, a difference of two Gumbel
+            variables.
         aux_dim: hidden width of the auxiliary routers.
-        aux_weight: of their loss, which flows into nothing else.
-        threshold_decay: of the running mean of thresholds, a step.
+        aux_weight: weight of their loss, whose gradient reaches nothing else.
+        threshold_decay: decay, per step, of the running mean of thresholds.
     """
 
     host: ClassVar[frozenset[str]] = frozenset()
@@ -133,8 +134,8 @@ class MomaFfnConfig(FfnConfig):
     """The groups of experts of one layer.
 
     Attributes:
-        expert: the feed-forward that an expert is.
-        moma: how many there are, and how they are brought to tokens.
+        expert: the feed-forward of an expert.
+        moma: number of experts, and their routing.
     """
 
     needs: ClassVar[Needs] = {"modality": "token"}

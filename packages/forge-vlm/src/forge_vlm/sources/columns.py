@@ -31,22 +31,22 @@ VERSION = 1
 
 @sources.register("image-text")
 class ImageTextConfig(HfConfig):
-    """Rows with images and text, as `hf` reads them, of which each is a sample.
+    """Rows with images and text, read as `hf` reads them; each row is a sample.
 
-    The text is one of: `text`, all of it the target; `prompt` and `completion`, of which the latter is the
-    target; `messages`, of which what the assistant says is the target, also as LLaVA writes them (`from`,
-    `value`); or `texts`, the list of texts of an interleaved document, all of them targets.
+    The text is one of: `text`, all of it the target; `prompt` and `completion`, the target; `messages`, in
+    which the assistant's messages are targets, also in LLaVA's form (`from`, `value`); or `texts`, the list
+    of texts of an interleaved document, all of them targets.
 
     Attributes:
-        images: the column with an image or a list of them: what `datasets` writes of an image, bytes, or
-            names of files. A row without any is a sample of text.
-        texts: of interleaved documents as in OBELICS: a list, with null where the next image stands.
-        mark: how the text says where an image stands; without any, images stand before the text, or before
-            what the user says first.
-        root: the folder that names of image files are relative to; absent means that of the rows.
+        images: the column with an image or a list of images: as `datasets` stores them, bytes, or names of
+            files. A row without images is a sample of text.
+        texts: of interleaved documents as in OBELICS: a list, with null at the place of each image.
+        mark: the text that marks the place of an image; without marks, images stand before the text, or
+            before the first message of the user.
+        root: the folder of relative image file names; absent means that of the rows.
         check: what is read of each image before training: the header of its file, or all of it.
-        damaged: whether a damaged image is an error, or its sample is left out, counted and named. That needs
-            `check = "decode"`: every rank then leaves out the same.
+        damaged: whether a damaged image is an error, or its sample is left out, counted and named. The latter
+            needs `check = "decode"`: every rank then leaves out the same samples.
     """
 
     free_keys = path_keys = ("root",)
