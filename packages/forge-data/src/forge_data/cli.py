@@ -209,7 +209,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 class _Job(Config):
-    """A run of which only `[data]` and `[train]` are looked at."""
+    """The sections of a run that this command reads: `[data]` and `[train]`."""
 
     data: DataConfig
     train: dict[str, Any] = {}
@@ -238,7 +238,7 @@ class _Job(Config):
 
 
 def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run, BatchSizes]:
-    """The data of a run, how much it reads, and the sizes of its batches."""
+    """Return the data section of a run, how much it reads, and the sizes of its batches."""
     try:
         job = load(_Job, path, overrides).value
     except ConfigError as error:

@@ -4,7 +4,7 @@ from forge_config.error import ForgeError
 
 
 class DataError(ForgeError):
-    """A user error about data: missing, damaged, or other than requested."""
+    """A user error about data: missing, damaged, or not what was requested."""
 
 
 class NothingHeldOutError(DataError):

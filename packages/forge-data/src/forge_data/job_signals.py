@@ -1,4 +1,4 @@
-"""Which signals are not for the processes that work for another one?"""
+"""Signals of a job that its helper processes must not receive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, si
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Processes that are started meanwhile never hear them."""
+    """Processes that are started in this context never receive them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STEP_SIGNALS)
     try:
         yield

@@ -12,10 +12,10 @@ from typing import IO
 
 
 def held_alone(path: Path) -> IO[str] | None:
-    """A lock that is removed with its file, by `release`; None where another process holds it.
+    """Take a lock that `release` removes with its file; None where another process holds it.
 
     Args:
-        path: the file that is locked; made where there is none.
+        path: the file to lock; made where there is none.
     """
     while True:
         file = path.open("w")
@@ -42,8 +42,8 @@ def locked(path: Path, what: str) -> Iterator[bool]:
     """Let one process in at a time; yields whether the lock holds. Without file locks all enter, with False.
 
     Args:
-        path: the file that is locked.
-        what: is being done, for the message of those that wait, e.g. `the text is tokenized`.
+        path: the file to lock.
+        what: what happens inside, for the message of waiting processes, e.g. `the text is tokenized`.
     """
     with path.open("w") as file:
         alone = True

@@ -1,6 +1,6 @@
-"""What each item of a stream holds: sequences cut by rank and micro-batch, as arrays. B sequences, T tokens.
+"""The items of a stream: sequences cut by rank and micro-batch, as arrays. B sequences, T tokens.
 
-Items that follow one another are read together, as a group: G items of M micro-batches. Nothing here imports
+Consecutive items are read together, as a group: G items of M micro-batches. This module does not import
 torch, so that the processes that prepare batches start quickly and stay small.
 """
 
@@ -34,12 +34,12 @@ class Group(NamedTuple):
     Attributes:
         rows: [G * M, B, T + 1] int64; inputs are all but the last token of a row, targets all but the first.
         labels: [G * M, B, T] int64 where some targets are ignored; None where none is.
-        extra: what else the model takes, such as `doc_ids`: [G * M, B, ...].
-        ragged: what else it takes of which each sequence has a number of rows of its own; counts [G * M, B].
+        extra: further inputs of the model, such as `doc_ids`: [G * M, B, ...].
+        ragged: further inputs with a different number of rows for each sequence; counts [G * M, B].
         source: [G * M, B] int64, the index of the source of each sequence, -1 for padding.
-        targets: [G * M] int64, how many labels are not ignored.
-        state: where the streams of this rank go on behind the group, by `state_key`; of what is read by
-            number there is none.
+        targets: [G * M] int64, number of labels that are not ignored.
+        state: where the streams of this rank continue after the group, by `state_key`; sources with random
+            access have none.
     """
 
     rows: np.ndarray
@@ -57,7 +57,7 @@ class Batches:
     Attributes:
         together: G, items of a group.
         micro_batches: M, micro-batches of an item.
-        side: what each item holds beside tokens.
+        side: the inputs of each item beside tokens.
     """
 
     together = 1
@@ -70,11 +70,11 @@ class Batches:
         self._max_tokens = next(iter(packings.values())).max_tokens
 
     def locate(self, group: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source (negative is padding) and sample, two [n] int64, of the sequences of a group."""
+        """Return source (negative is padding) and sample, two [n] int64, of the sequences of a group."""
         raise NotImplementedError
 
     def token_counts(self, group: int) -> np.ndarray:
-        """How many tokens of each sequence of a group are no padding: [n] int64."""
+        """Return the number of tokens without padding of each sequence of a group: [n] int64."""
         source, sample = self.locate(group)
         counts = np.zeros(len(source), dtype=np.int64)
         for number, packing in self._packings.items():
@@ -83,10 +83,10 @@ class Batches:
         return counts
 
     def group(self, index: int) -> Group:
-        """The items from `index * together` on.
+        """Return the items from `index * together` on.
 
         Raises:
-            DataError: what is read is damaged, or no longer there.
+            DataError: the data are damaged, or no longer there.
         """
         source, sample = self.locate(index)
         rows, ignored, extra, ragged = self._read(source, sample)
@@ -111,7 +111,7 @@ class Batches:
     def _read(
         self, source: np.ndarray, sample: np.ndarray
     ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]], dict[str, np.ndarray], dict[str, Ragged]]:
-        """Tokens [n, T + 1], places in [n, T] that are no target, and what else there is of each sequence."""
+        """Return tokens [n, T + 1], places in [n, T] without target, and other inputs of each sequence."""
         here = {number: np.flatnonzero(source == number) for number in self._packings}
         for packing in self._packings.values():
             packing.require_files()
@@ -133,7 +133,7 @@ class Batches:
 class TrainBatches(Batches):
     """Global batch i is the samples from first + i * global_batch on, cut evenly by rank; endless, or padded.
 
-    Where the sources run out, padding fills the batch and those that were read with it.
+    Where the sources run out, padding fills the batch, and the other batches of its group.
     """
 
     def __init__(
@@ -186,10 +186,10 @@ class TrainBatches(Batches):
 
 
 class StreamedBatches(TrainBatches):
-    """Train batches of which some sources are streams: groups are asked for one after the other, from 0 on.
+    """Train batches with streamed sources: groups are read one after the other, from 0 on.
 
     Slot j of every global batch reads lane j * lanes / global_batch of the stream it falls to: so a lane
-    belongs to one rank, whatever the mixture. Steps that are left out are read and thrown away.
+    belongs to one rank, whatever the mixture. Skipped steps are read and discarded.
     """
 
     def __init__(self, streams: Mapping[int, Stream], *arguments: Any) -> None:
@@ -207,12 +207,12 @@ class StreamedBatches(TrainBatches):
         return source, sample
 
     def _lanes(self) -> list[tuple[int, np.ndarray]]:
-        """Of each stream, its number and the lane that each slot of this rank reads."""
+        """Return, for each stream, its number and the lane that each slot of this rank reads."""
         batch, streams = self._global_batch, self._streams.items()
         return [(number, self._slots * stream.lanes // batch) for number, stream in streams]
 
     def _pass_over(self, place: int) -> None:
-        """Read what is left out right before a batch, so that the lanes are behind it."""
+        """Read the skipped samples right before a batch, so that the lanes are behind them."""
         skips = self._order.skips
         before = skips.ordinal(place - 1) if place else -1
         for first in range(before + 1, skips.ordinal(place), self._global_batch):
@@ -233,7 +233,7 @@ class StreamedBatches(TrainBatches):
         return super().group(index)._replace(state=self.places())
 
     def places(self) -> dict[str, Place]:
-        """Where the lanes of this rank go on."""
+        """Return where the lanes of this rank continue."""
         return {
             state_key(number, lane): place
             for number, lanes in self._lanes()

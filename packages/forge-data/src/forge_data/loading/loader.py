@@ -35,25 +35,25 @@ from forge_data.store.tokenize import Progress
 class Loader:
     """Iterates over this rank's parts of the global batches, each a list of micro-batches.
 
-    The whole state of the data of a run is `first_sample` plus the samples consumed since, and of sources
-    that are streamed what `state` tells; workers have none.
+    The whole state of the data of a run is `first_sample` plus the samples consumed since, and for streamed
+    sources the result of `state`; workers have none.
 
     Attributes:
-        batches: what item i is.
-        workers: processes that prepare items ahead; 0 prepares them when asked.
+        batches: the items.
+        workers: number of processes that prepare items ahead; 0 prepares them on demand.
         packings: the sequences of each source, by its place in the configuration.
-        fingerprint: names data and order; another fingerprint is another stream.
-        plan: what the run will read by phase and source, where its steps are known.
-        last_step: how many whole steps there are data for; None for any number.
-        fingerprint_at: names the stream of so many samples: later phases and skips may still change.
-        earlier_at: the same by the names that streams had in earlier checkpoints; None is all samples.
-        sources: what each source is called.
-        order: the order of samples, where it goes on; None for a pass over held-out text.
-        pins: the versions of streams that have several, by the name that they have in a checkpoint.
-        token_bytes: [vocab_size] of each token, for a pass over held-out text; None tells no `bytes`.
+        fingerprint: identifies data and order; another fingerprint is another stream.
+        plan: what the run will read by phase and source, if its number of steps is known.
+        last_step: number of whole steps there are data for; None for any number.
+        fingerprint_at: returns the fingerprint of the first samples: later phases and skips may still change.
+        earlier_at: the same in the form of earlier versions, for old checkpoints; None is all samples.
+        sources: the name of each source.
+        order: the order of samples from here on; None for a pass over held-out text.
+        pins: the versions of streams that have several, by their names in a checkpoint.
+        token_bytes: [vocab_size] bytes of each token, for a pass over held-out text; None reports no `bytes`.
         vocab_size: token ids that a model has embeddings for; None for any.
-        lacks: why sources have nothing held out, having too few documents; for a pass over held-out text.
-        pinned: whether micro-batches are in memory that a GPU reads without the host; see `micro_batches`.
+        lacks: for a pass over held-out text, why sources have nothing held out: too few documents.
+        pinned: whether micro-batches are in pinned memory; see `micro_batches`.
     """
 
     batches: Batches
@@ -75,11 +75,11 @@ class Loader:
     _state: dict[str, Place] = field(default_factory=dict[str, Place], init=False, repr=False)
 
     def require(self, fingerprint: str | None, samples: int = 0) -> None:
-        """See that the stream is the one a checkpoint was made on; None is any.
+        """Check that the stream is the one that a checkpoint was made on; None is any.
 
         Args:
-            fingerprint: that a checkpoint holds.
-            samples: consumed up to it.
+            fingerprint: the fingerprint in the checkpoint.
+            samples: samples consumed up to it.
 
         Raises:
             DataError: it is another one.
@@ -118,7 +118,7 @@ class Loader:
                 yield found[start : start + self.batches.micro_batches]
 
     def _require_known(self, group: Group) -> None:
-        """A tokenizer may have ids for what is no text, such as places of images; no text may hold them."""
+        """Refuse text with ids that have no embedding, as a tokenizer may have for places of images."""
         if self.vocab_size is None or (most := int(group.rows.max(initial=0))) < self.vocab_size:
             return
         where = (group.rows >= self.vocab_size).any(-1)
@@ -129,11 +129,11 @@ class Loader:
         )
 
     def state(self) -> dict[str, Any]:
-        """Where the lanes of streams that this rank reads go on behind the last item, as JSON by name."""
+        """Return where the streams' lanes of this rank continue after the last item, as JSON by name."""
         return {**self.pins, **{name: list(place) for name, place in self._state.items()}}
 
     def tokens_read(self, samples: int) -> dict[str, int]:
-        """Tokens of each source, padding included, in the first so many samples of the run; by its name."""
+        """Return the tokens of each source, padding included, in the first `samples` samples of the run."""
         if self.order is None:
             return {}
         max_tokens = next(iter(self.packings.values())).max_tokens
@@ -160,24 +160,24 @@ def build_loader(
     items: ItemReader | None = None,
     on_progress: Progress | None = None,
 ) -> Loader:
-    """The loader of one rank.
+    """Build the loader of one rank.
 
     Args:
         config: the section `[data]`.
         split: `train` is endless and shuffled, `validation` one pass in order.
-        rank: of this process among those that read different data.
-        world_size: how many those are. The global batches do not depend on it.
+        rank: rank of this process among the ranks that read different data.
+        world_size: number of these ranks. The global batches do not depend on it.
         micro_batch: sequences a rank holds at once.
         global_batch: sequences an optimizer step over all ranks; training only.
-        first_sample: samples consumed so far, from which the stream goes on.
-        steps: of the whole run, where that is known: where phases begin, and whether the sources suffice.
-        state: what `Loader.state` told on all ranks, of any number, after `first_sample` samples; other
-            names in it are passed over. Needed where sources are streamed.
-        items: what the model makes of items that are no text; sources get it as `Opening.items`.
-        on_progress: told how far it is while text is tokenized.
+        first_sample: samples consumed so far, after which the stream continues.
+        steps: steps of the whole run, if known: for the starts of phases, and whether the sources suffice.
+        state: the results of `Loader.state` of all ranks, of any number, after `first_sample` samples; other
+            entries are ignored. Needed where sources are streamed.
+        items: the reader of items such as images; sources get it as `Opening.items`.
+        on_progress: receives the progress while text is tokenized.
 
     Raises:
-        DataError: data are missing, sources contradict each other in what they give beside tokens, or the
+        DataError: data are missing, sources contradict each other in their inputs beside tokens, or the
             global batch cannot be cut evenly.
     """
     _require_numbers(rank, world_size, micro_batch, first_sample)
@@ -224,15 +224,15 @@ def build_loader(
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run is trained on, by the names of which a fingerprint is made.
+    """The data of a run, by the names that make up a fingerprint.
 
     Attributes:
         config: the section `[data]`.
-        order: of the samples.
+        order: the order of the samples.
         run: its steps and its global batch.
         content: the number of each source and the digest of its text, held-out text included.
         cuts: how texts are cut into sequences.
-        streams: the number of each source that is streamed, and its name.
+        streams: the number and the name of each streamed source.
     """
 
     config: DataConfig
@@ -243,7 +243,7 @@ class Trained:
     streams: Sequence[tuple[int, str]]
 
     def fingerprint(self, samples: int | None) -> str:
-        """Of the sources that have joined after so many samples; of all where that is None."""
+        """Return the fingerprint of the sources that have joined after `samples` samples; None: of all."""
         joined = num_joined(self.config, self.run, samples)
         of_joined = structs.replace(self.config, sources=self.config.sources[:joined], phases=[])
         texts, streams = ([name for n, name in names if n < joined] for names in (self.content, self.streams))
@@ -262,17 +262,17 @@ def build_set_loader(
     items: ItemReader | None = None,
     on_progress: Progress | None = None,
 ) -> Loader:
-    """One pass over other text than that of a run, cut as the run cuts its own.
+    """Build one pass over text other than the run's, cut as the run cuts its own.
 
     Args:
         config: the section `[data]` of the run.
-        sources: of the text, of which nothing is held out.
-        samples: evenly spaced sequences; 0 reads all.
-        rank: of this process among those that read different data.
-        world_size: how many those are.
+        sources: the sources of the text; nothing of it is held out.
+        samples: number of evenly spaced sequences; 0 reads all.
+        rank: rank of this process among the ranks that read different data.
+        world_size: number of these ranks.
         micro_batch: sequences a rank holds at once.
-        items: what the model makes of items that are no text.
-        on_progress: told how far it is while text is tokenized.
+        items: the reader of items such as images.
+        on_progress: receives the progress while text is tokenized.
 
     Raises:
         DataError: data are missing, or cannot be cut as asked.
@@ -290,12 +290,12 @@ def _token_bytes(config: DataConfig) -> np.ndarray | None:
 
 
 def _content(packing: Packing, items: ItemReader | None) -> str:
-    """Names what a source gives; rows that a reader of items made are others with another reader."""
+    """Return the name of a source's content; with another reader of items its rows are others."""
     return packing.digest if items is None or not packing.ragged else f"{packing.digest} {items.digest}"
 
 
 def fingerprint(config: DataConfig, content: Sequence[str], named: Sequence[str]) -> str:
-    """Names a stream: the content of every source and split, the weights, the seed, how sequences are cut."""
+    """Name a stream: the content of every source and split, the weights, the seed, how sequences are cut."""
     parts = [
         *content,
         *(repr(s.weight) for s in config.sources),
@@ -329,7 +329,7 @@ def _require_even(global_batch: int, micro_batch: int, world_size: int) -> None:
 
 
 def _require_shared(name: str, lanes: int, world_size: int) -> None:
-    """Each lane of a stream is read by one rank."""
+    """Check that each lane of a stream is read by one rank."""
     if lanes % world_size:
         fitting = [n for n in range(1, lanes + 1) if lanes % n == 0]
         raise DataError(

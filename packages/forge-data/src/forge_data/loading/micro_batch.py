@@ -18,7 +18,7 @@ class Packed(NamedTuple):
 
     Attributes:
         rows: [B, W] int64, pinned.
-        columns: of each tensor that is a view of them, by its name, where it begins and ends, and its shape.
+        columns: for each tensor that is a view of `rows`, by name, its first and last column, and its shape.
         views: these tensors.
     """
 
@@ -28,11 +28,11 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor, columns: dict[str, tuple[int, int, tuple[int, ...]]]) -> Packed:
-        """With its views."""
+        """Make it with its views."""
         return cls(rows, columns, {name: rows[:, a:b].view(shape) for name, (a, b, shape) in columns.items()})
 
     def to(self, device: torch.device | str) -> Packed:
-        """The same on a device, by one copy that nobody waits for."""
+        """Return the same on a device, by one asynchronous copy."""
         return Packed.of(self.rows.to(device, non_blocking=True), self.columns)
 
 
@@ -40,15 +40,15 @@ class MicroBatch(NamedTuple):
     """Sequences that a rank holds at once.
 
     Attributes:
-        inputs: what the model takes: `tokens` and `labels` [B, T] int64; with `mask_documents` also `doc_ids`
-            and `positions` [B, T] int64, and what sources of one's own give: of `extra` [B, ...], of what is
-            ragged the rows of all sequences in their order, [rows, ...], perhaps none.
-        statistics: what it does not: `source` [B] int64, the index of the source of each sequence, -1 for
-            padding; `targets` [] int64, how many labels are not ignored; in an evaluation also `bytes` [B]
-            int64, those of the text of the targets, where the tokenizer knows them.
-        sources: what each source is called.
-        host: names of inputs that stay in the memory of the host.
-        packed: the memory that inputs share, where they are to go to a GPU.
+        inputs: inputs of the model: `tokens` and `labels` [B, T] int64; with `mask_documents` also `doc_ids`
+            and `positions` [B, T] int64; the further inputs of sources: `extra` [B, ...], and of `ragged` the
+            rows of all sequences in order, [rows, ...], perhaps none.
+        statistics: not for the model: `source` [B] int64, the index of the source of each sequence, -1 for
+            padding; `targets` [] int64, number of labels that are not ignored; in an evaluation also `bytes`
+            [B] int64, bytes of the targets' text, if the tokenizer knows them.
+        sources: the name of each source.
+        host: names of inputs that stay in host memory.
+        packed: the memory that inputs share if they go to a GPU.
     """
 
     inputs: dict[str, Tensor]
@@ -58,7 +58,7 @@ class MicroBatch(NamedTuple):
     packed: Packed | None = None
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on a device, but for `host`, copied without waiting where the memory allows it."""
+        """Return the same on a device, except `host`; the copy is asynchronous where the memory allows it."""
         here = {} if self.packed is None else self.packed.views
         there = {} if self.packed is None else self.packed.to(device).views
 
@@ -73,14 +73,13 @@ class MicroBatch(NamedTuple):
 def micro_batches(
     group: Group, sources: tuple[str, ...], host: frozenset[str], pinned: bool = False
 ) -> list[MicroBatch]:
-    """The micro-batches of a group: views, cut by few calls.
+    """Return the micro-batches of a group: views, cut by few calls.
 
     Args:
-        group: as it was read.
-        sources: what each source is called.
-        host: names of inputs that stay in the memory of the host.
-        pinned: keep them in memory that a GPU reads without the host: what is int64 of each micro-batch next
-            to one another.
+        group: the group as it was read.
+        sources: the name of each source.
+        host: names of inputs that stay in host memory.
+        pinned: put them into pinned memory, with the int64 tensors of each micro-batch next to one another.
     """
     labels = group.rows[..., 1:] if group.labels is None else group.labels
     inputs = {"tokens": group.rows[..., :-1], "labels": labels, **group.extra}
@@ -106,7 +105,7 @@ def micro_batches(
 
 
 def _packed(group: Group, host: frozenset[str]) -> list[Packed]:
-    """What is int64 of each micro-batch. Labels that are the next tokens share the columns of these."""
+    """Pack the int64 tensors of each micro-batch. Labels that are the next tokens share their columns."""
     rows, width = group.rows.shape[1], group.rows.shape[2]
     parts, columns = [group.rows], {"tokens": (0, width - 1, (rows, width - 1))}
     more = {**group.extra, "source": group.source}
@@ -130,7 +129,7 @@ def _unbind(array: np.ndarray, pinned: bool) -> Sequence[Tensor]:
 
 
 def _cut(ragged: Ragged, pinned: bool) -> Sequence[Tensor]:
-    """The rows of each micro-batch."""
+    """Return the rows of each micro-batch."""
     return _pinned(torch.from_numpy(ragged.values), pinned).split(ragged.counts.sum(1).tolist())
 
 

@@ -52,19 +52,19 @@ def sample_lines(
     sizes: BatchSizes | None = None,
     items: ItemReader | None = None,
 ) -> Iterator[str]:
-    """The text of the sequences of a step, each after a line that says where it is from.
+    """Yield the text of the sequences of a step, each after a line with its origin.
 
-    Of a stream, all steps before are read first.
+    For a stream, this reads all earlier steps first.
 
     Args:
         config: the section `[data]`.
-        run: how much of it is read.
-        step: from 0.
-        rank: of those that read different data.
-        world_size: how many those are.
-        limit: sequences at most; None for all.
-        sizes: of the batches, where they grow; its last one is that of `run`.
-        items: what the model makes of items that are no text.
+        run: how much of it the run reads.
+        step: the step, from 0.
+        rank: a rank among the ranks that read different data.
+        world_size: number of these ranks.
+        limit: number of sequences at most; None for all.
+        sizes: sizes of the batches, if they grow; the last one is that of `run`.
+        items: the reader of items such as images.
 
     Raises:
         DataError: there is no such step or rank.
@@ -104,7 +104,7 @@ Read = tuple[str, np.ndarray, np.ndarray]
 def _numbered(
     config: DataConfig, run: Run, numbers: range, rank: int, share: int, items: ItemReader | None
 ) -> Iterator[Read]:
-    """Sequences that can be asked for by number."""
+    """Yield sequences of sources with random access."""
     packings: dict[int, Packing] = train_packings(config, run.global_batch, items)
     order, names = (
         build_order(config, [len(packing) for packing in packings.values()], run),
@@ -125,7 +125,7 @@ def _numbered(
 def _streamed(
     config: DataConfig, run: Run, numbers: range, rank: int, share: int, items: ItemReader | None
 ) -> Iterator[Read]:
-    """Sequences of a mixture that has streams: what a step reads follows from all steps before it."""
+    """Yield sequences of a mixture with streams, where a step depends on all steps before it."""
     from forge_data.loading.loader import build_loader  # brings torch, which other commands do not need
 
     world_size = run.global_batch // share

@@ -1,4 +1,4 @@
-"""What do the batches of several sources hold beside tokens? n sequences, T tokens. Imports no torch."""
+"""The inputs of batches of several sources beside tokens. n sequences, T tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ RESERVED = frozenset(
 
 
 class SideData:
-    """The inputs beside tokens that every batch has, whichever sources its sequences are from.
+    """The inputs beside tokens that every batch has, whatever the sources of its sequences.
 
     Args:
         packings: the sequences of each source, by its place in the configuration.
-        names: what each source is called; none calls them by their places.
+        names: the name of each source; without names, their places.
 
     Attributes:
-        extra: by name, what padding and the sequences of sources without this input have of it, [...].
+        extra: by name, the value [...] for padding and for sequences of sources without this input.
         ragged: by name, an array [0, ...] of the dtype and shape of the rows.
-        host: names that stay in the memory of the host.
-        sequence_bytes: of all this in one sequence, of the source that has most.
+        host: names of inputs that stay in host memory.
+        sequence_bytes: bytes of these inputs in one sequence of the source with the most.
 
     Raises:
         DataError: names the source whose declaration contradicts itself, or that of another source.
@@ -52,18 +52,18 @@ class SideData:
     def joined(
         self, count: int, here: Mapping[int, np.ndarray], read: Mapping[int, Sequences]
     ) -> tuple[dict[str, np.ndarray], dict[str, Ragged]]:
-        """The inputs of n sequences, in their order.
+        """Return the inputs of n sequences, in their order.
 
         Args:
             count: n.
-            here: of each source, which of the n sequences are its own, rising.
-            read: those sequences, of the sources that have any.
+            here: for each source, which of the n sequences are its own, rising.
+            read: the sequences of the sources that have any.
 
         Returns:
             `extra` [n, ...] and `ragged` with counts [n], each with all its names.
 
         Raises:
-            DataError: names the source that gives something else than it declared.
+            DataError: names the source that returns something else than it declared.
         """
         for number, part in read.items():
             self._require_declared(number, len(here[number]), part)
@@ -126,7 +126,7 @@ class SideData:
             self._require_rows(number, count, name, ragged)
 
     def _require_rows(self, number: int, count: int, name: str, ragged: Ragged) -> None:
-        """See that rows are as declared, and as many as their counts say."""
+        """Check that rows are as declared, and as many as their counts."""
         (values, counts), expected = ragged, self._packings[number].ragged[name]
         if values.dtype != expected.dtype or values.shape[1:] != expected.shape[1:]:
             raise self._error(number, f"gives {name} {_said(values)}; expected rows of {_said(expected)}")
@@ -159,7 +159,7 @@ def _filled(count: int, default: np.ndarray, given: list[tuple[np.ndarray, np.nd
 
 
 def _merged(count: int, empty: np.ndarray, given: list[tuple[np.ndarray, Ragged]]) -> Ragged:
-    """Rows in the order of the sequences; those of other sources have none."""
+    """Put rows into the order of the sequences; sequences of other sources have none."""
     counts = np.zeros(count, dtype=np.int64)
     for places, part in given:
         counts[places] = part.counts

@@ -35,11 +35,11 @@ Process = subprocess.Popen[bytes]
 
 
 class Workers(Iterator[Group]):
-    """The groups of an endless stream in order; processes take turns.
+    """The groups of an endless stream in order; worker processes take turns.
 
     Args:
-        batches: what group i is.
-        count: processes, at least one.
+        batches: makes the groups.
+        count: number of processes, at least one.
     """
 
     def __init__(self, batches: Batches, count: int) -> None:
@@ -51,7 +51,7 @@ class Workers(Iterator[Group]):
         self._turns = itertools.cycle(self.processes)
 
     def require_alive(self) -> None:
-        """See at once that a worker died: pipes hold what was prepared ahead, perhaps for minutes.
+        """Notice at once that a worker died: pipes hold prepared groups, perhaps for minutes.
 
         Raises:
             RuntimeError: one did.
@@ -60,10 +60,10 @@ class Workers(Iterator[Group]):
             raise RuntimeError(_how_it_ended(died))
 
     def __next__(self) -> Group:
-        """The next group.
+        """Return the next group.
 
         Raises:
-            DataError: what a worker read is damaged, or no longer there.
+            DataError: the data of a worker are damaged, or no longer there.
             RuntimeError: a worker died.
         """
         self.require_alive()
@@ -92,7 +92,7 @@ def _start() -> Process:
 
 
 def _tell(process: Process, *orders: object) -> None:
-    """Send the orders; a worker that is dead already is found when its first item is asked for."""
+    """Send the orders; a dead worker is noticed when its first item is asked for."""
     pipe = cast(IO[bytes], process.stdin)
     with contextlib.suppress(BrokenPipeError), pipe:
         for order in orders:
@@ -124,7 +124,7 @@ def _how_it_ended(process: Process) -> str:
 
 
 def serve() -> None:
-    """What a worker does: write groups to its standard output until nobody reads them."""
+    """The main function of a worker: write groups to its standard output until nobody reads them."""
     # nothing else may write into the pipe
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""How many sequences does each step of a run take, while its batch grows? Imports no torch."""
+"""The number of sequences of each step of a run while its batch grows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 class BatchSizes:
     """A pure function of the step, so that there is nothing to save.
 
-    Data are read in items of `unit` sequences, of which a step takes as many as it needs: the samples of a
+    Data are read in items of `unit` sequences, and a step takes as many items as it needs: the samples of a
     run are those of one stream, in its order, however they are cut into steps.
 
     Args:
-        stages: steps and sequences a step, with which the run begins.
+        stages: pairs of steps and sequences a step, at the start of the run.
         last: sequences a step after them.
     """
 
@@ -54,7 +54,7 @@ class BatchSizes:
         return self.samples(steps) // self.unit
 
     def whole_steps(self, items: int) -> int:
-        """How many steps so many items suffice for."""
+        """Return the number of whole steps that `items` items suffice for."""
         left, steps = items * self.unit, 0
         for length, batch in self._stages:
             if left < length * batch:
@@ -63,14 +63,14 @@ class BatchSizes:
         return steps + left // self._last
 
     def of_steps(self, items: Iterable[Sequence[T]], step: int) -> Iterator[list[T]]:
-        """The items of each step put together, from a step on."""
+        """Yield the items of each step together, from a step on."""
         endless = iter(items)
         for at in itertools.count(step):
             count = self.at(at) // self.unit
             yield [part for item in itertools.islice(endless, count) for part in item]
 
     def counted_in_items(self, data: DataConfig) -> DataConfig:
-        """The data section with steps counted in items: skipped steps get other numbers."""
+        """Return the data section with skipped steps counted in items."""
         skips = [
             skip
             if skip.start_step is None or skip.end_step is None

@@ -1,4 +1,4 @@
-"""From a configuration to the order of samples, and what it will have served when. Imports no torch."""
+"""From a configuration to the order of samples, and the plan of what a run reads. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Run(NamedTuple):
 
     Attributes:
         global_batch: sequences a step.
-        steps: of the whole run.
+        steps: steps of the whole run.
     """
 
     global_batch: int
@@ -28,10 +28,10 @@ class Run(NamedTuple):
 
 
 def phase_starts(config: DataConfig, run: Run) -> list[int]:
-    """The first step of each phase.
+    """Return the first step of each phase.
 
     Raises:
-        DataError: they do not rise, or a fraction of an unknown number of steps is asked for.
+        DataError: they do not rise, or one is a fraction of an unknown number of steps.
     """
     if run.steps is None and any(phase.start_fraction is not None for phase in config.phases):
         raise DataError("a phase with start_fraction needs to know the steps of the run; say `steps`")
@@ -45,12 +45,12 @@ def phase_starts(config: DataConfig, run: Run) -> list[int]:
 
 
 def build_order(config: DataConfig, sizes: Sequence[int], run: Run) -> Order:
-    """The order of samples of all sources.
+    """Build the order of samples of all sources.
 
     Args:
         config: the section `[data]`.
-        sizes: samples in each source.
-        run: how much of it is read.
+        sizes: number of samples of each source.
+        run: how much of it the run reads.
 
     Raises:
         DataError: a source is empty or too rare, phases do not rise, or the run reads a source more often
@@ -92,7 +92,7 @@ def build_order(config: DataConfig, sizes: Sequence[int], run: Run) -> Order:
 
 
 def last_step(order: Order, run: Run) -> int | None:
-    """How many whole steps there are samples for; None for any number."""
+    """Return the number of whole steps there are samples for; None for any number."""
     return None if order.num_samples is None else order.num_samples // run.global_batch
 
 
@@ -108,14 +108,14 @@ def _too_long(config: DataConfig, order: Order, run: Run, last: int) -> str:
 
 
 def num_joined(config: DataConfig, run: Run, samples: int | None) -> int:
-    """How many sources belong to the first so many samples: those behind have not been read yet.
+    """Return the number of sources that the first `samples` samples may come from; later ones are unread.
 
     A source with weight 0 may be added at the end of the list, for a phase that begins later.
 
     Args:
         config: the section `[data]`.
-        run: how much of it is read.
-        samples: how many of the run are meant; None means all.
+        run: how much of it the run reads.
+        samples: number of samples of the run; None means all.
     """
     if samples is None:
         return len(config.sources)
@@ -129,13 +129,13 @@ def num_joined(config: DataConfig, run: Run, samples: int | None) -> int:
 
 
 def fingerprint_parts(config: DataConfig, order: Order, run: Run, samples: int | None = None) -> list[str]:
-    """What of the mixture, beyond seed and weights, names the stream; nothing where nothing is asked for.
+    """Return the parts of a fingerprint that the mixture adds to seed and weights; empty by default.
 
     Args:
         config: the section `[data]`.
         order: built from it.
-        run: how much of it is read.
-        samples: how many of the run are meant; later phases and skips do not count. Absent: all.
+        run: how much of it the run reads.
+        samples: number of samples of the run; later phases and skips do not count. Absent: all.
     """
     parts: list[str] = []
     joined = num_joined(config, run, samples)
@@ -158,7 +158,7 @@ def fingerprint_parts(config: DataConfig, order: Order, run: Run, samples: int |
 
 
 def _policy(config: DataConfig) -> str:
-    """Whether the stream ends with an error or by itself makes no other stream."""
+    """Return the policy at the end of a source; an error and a stop there make the same stream."""
     return "error" if config.when_exhausted == "stop" else config.when_exhausted
 
 
@@ -166,13 +166,13 @@ class Planned(NamedTuple):
     """The share of a source in a phase.
 
     Attributes:
-        phase: its number; 0 is the start of the run.
-        first_step: of the phase.
+        phase: number of the phase; 0 is the start of the run.
+        first_step: first step of the phase.
         source: the name of the source.
-        sequences: read in this phase.
-        tokens: read in this phase.
-        epochs: how often the source will have been read at the end of the phase, from the start of the run.
-        exhausted_at_step: where it runs out in this phase; None if it does not.
+        sequences: sequences read in this phase.
+        tokens: tokens read in this phase.
+        epochs: passes over the source from the start of the run to the end of the phase.
+        exhausted_at_step: the step at which it runs out in this phase; None if it does not.
     """
 
     phase: int
@@ -185,7 +185,7 @@ class Planned(NamedTuple):
 
 
 def plan(config: DataConfig, order: Order, run: Run) -> list[Planned]:
-    """What a run will read, by phase and source. `run.steps` is known."""
+    """Return what a run will read, by phase and source. `run.steps` is known."""
     assert run.steps is not None
     last = last_step(order, run)
     last = run.steps if last is None else min(run.steps, last)
@@ -221,7 +221,7 @@ def _exhausted(order: Order, source: int, phase: int, run: Run) -> int | None:
 
 
 def plan_lines(config: DataConfig, order: Order, run: Run) -> list[str]:
-    """The plan as lines of text; none where the steps of the run are not known."""
+    """Return the plan as lines of text; none where the steps of the run are not known."""
     if run.steps is None:
         return []
     planned = plan(config, order, run)

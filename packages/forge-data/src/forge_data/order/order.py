@@ -1,7 +1,7 @@
 """Which sample comes when: a pure function of the seed and one integer, in constant memory.
 
-A global index g lies in a block of `MIX_BLOCK` samples. How many samples of each source a block holds is
-fixed, their order within it depends on the block; the cursor of a source at g so follows from g alone. Each
+A global index g lies in a block of `MIX_BLOCK` samples. The number of samples of each source in a block is
+fixed, their order in it depends on the block; so the cursor of a source at g follows from g alone. Each
 pass over a source (an epoch) is a permutation of its own.
 """
 
@@ -31,17 +31,17 @@ U64 = np.uint64
 
 
 def key(*parts: object) -> int:
-    """64 bits that depend on all parts; names of files may hold bytes that are no UTF-8."""
+    """Hash all parts to 64 bits; names of files may hold bytes that are no UTF-8."""
     text = "/".join(map(str, parts)).encode(errors="surrogateescape")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def permute(index: np.ndarray, size: int, seed: int | np.ndarray) -> np.ndarray:
-    """A keyed permutation of 0..size-1, evaluated at `index`.
+    """Evaluate a keyed permutation of 0..size-1 at `index`.
 
     Args:
         index: int64, each in [0, size).
-        size: how many there are; up to 2**62.
+        size: number of elements; up to 2**62.
         seed: 64 bits, or one for each index; another seed is another permutation.
 
     Returns:
@@ -99,14 +99,14 @@ def _mix(value: np.ndarray, round_key: np.uint64 | np.ndarray) -> np.ndarray:
 
 
 class Mixture:
-    """Weighted sources, mixed for as long as asked.
+    """Weighted sources, mixed endlessly.
 
     The first k blocks hold `floor(k * c[s+1]) - floor(k * c[s])` samples of source s, c being the exact
     running sum of shares times MIX_BLOCK: at every block boundary its count is within one sample of its
     share, however far the run goes, and in between within one block.
 
     Args:
-        seed: of the order within blocks.
+        seed: seed of the order within blocks.
         weights: share of each source, in any unit; 0 leaves a source out.
 
     Raises:
@@ -129,7 +129,7 @@ class Mixture:
         self._only = used[0] if len(used) == 1 else None
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source of the draws `index`, [n] int64 from 0, and how many of it came before: two [n] int64."""
+        """Return the source of the draws `index`, [n] int64 from 0, and its cursor: two [n] int64."""
         if self._only is not None:
             return np.full_like(index, self._only), index.copy()
         source, cursor = np.zeros_like(index), index.copy()
@@ -140,13 +140,13 @@ class Mixture:
         return source, cursor
 
     def counts(self, draws: int) -> np.ndarray:
-        """[sources] int64: how many of each are among the first `draws`."""
+        """Return [sources] int64: the count of each source among the first `draws`."""
         full = draws // MIX_BLOCK
         source, _ = self.locate(np.arange(full * MIX_BLOCK, draws, dtype=np.int64))
         return self._before(full) + np.bincount(source, minlength=len(self.weights))
 
     def draws_until(self, source: int, count: int) -> int:
-        """How many draws there are before `count` of a source have been drawn and one more would be."""
+        """Return the number of draws before the one that takes sample `count` (from 0) of a source."""
         low, high = 0, 1
         while self._before(high)[source] <= count:
             low, high = high, 2 * high
@@ -160,9 +160,9 @@ class Mixture:
         return np.diff([math.floor(block * edge) for edge in self._edges])
 
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and cursor of all draws of a block. Each source is read in the order of its cursors.
+        """Return source and cursor of all draws of a block. Each source is read in the order of its cursors.
 
-        So no sample of an epoch is served before all of the epoch before were.
+        So no sample of an epoch is read before all samples of the epoch before.
         """
         before = np.asarray([math.floor(block * edge) for edge in self._edges])
         after = np.asarray([math.floor((block + 1) * edge) for edge in self._edges])
@@ -180,10 +180,10 @@ class Segment:
 
     Attributes:
         start: the global index of the first.
-        phase: the number of the phase it belongs to.
-        mixture: what they are drawn from.
-        cursors: how many samples of each source came before.
-        exhausted: the sources that may be drawn from no more.
+        phase: the number of its phase.
+        mixture: the mixture they are drawn from.
+        cursors: the number of earlier samples of each source.
+        exhausted: the sources that have reached their cap.
     """
 
     start: int
@@ -196,21 +196,21 @@ class Segment:
 class Order:
     """The order of samples over weighted sources, whose weights may change at given samples.
 
-    The cursor of a source is computed from g, never stored. It goes on where weights change, so that nothing
-    is left out or repeated there. A source that may be read only so often drops out of the mixture exactly
-    where it has been; the weights of the others stay in proportion.
+    The cursor of a source is computed from g, never stored. It continues where weights change, so that no
+    sample is left out or repeated there. A source with a cap drops out of the mixture exactly where it
+    reaches it; the weights of the others stay in proportion.
 
     Args:
-        seed: of the run.
-        sizes: samples in each source.
+        seed: seed of the run.
+        sizes: number of samples of each source.
         weights: share of each source, in any unit.
-        phases: from which sample on which other weights hold; the samples rise from above 0.
-        caps: how many samples of each source may be served in all; None for any number.
-        skips: the samples that are left out; those of `phases` and of `segments` count them.
+        phases: pairs of a sample, rising from above 0, and the weights from there on.
+        caps: number of samples of each source that may be read in all; None for any number.
+        skips: the samples that are left out; the indices of `phases` and of `segments` count them.
 
     Attributes:
-        segments: where the mixture changes.
-        end: how many samples there are, skipped ones counted, where all sources run out; else None.
+        segments: the stretches with one mixture each.
+        end: number of samples, skipped ones counted, if all sources have a cap; else None.
         skips: see above.
 
     Raises:
@@ -244,7 +244,7 @@ class Order:
         self._starts = np.asarray([segment.start for segment in self.segments])
 
     def _add_phase(self, phase: int, start: int, stop: int | None, weights: Sequence[Fraction]) -> None:
-        """The segments of a phase: a new one each time a source has been read as often as it may be."""
+        """Add the segments of a phase: a new one each time a source reaches its cap."""
         cursors, gone = np.zeros(len(self.sizes), dtype=np.int64), frozenset[int]()
         if self.segments:
             last = self.segments[-1]
@@ -271,10 +271,10 @@ class Order:
             start = following
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the samples with these global indices are.
+        """Return where the samples with these indices are.
 
         Args:
-            index: [n] int64, from 0, in the order of the run: what is left out is not counted.
+            index: [n] int64, from 0, in the order of the run: skipped samples are not counted.
 
         Returns:
             Two [n] int64: the source, and the sample within it.
@@ -285,7 +285,7 @@ class Order:
         return self.locate_ordinals(self.skips.ordinals(index))
 
     def locate_ordinals(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `locate`, of global indices [n] int64 that count skipped samples."""
+        """Do the same as `locate` for global indices [n] int64 that count skipped samples."""
         if self.end is not None and len(index) and int(index.max()) >= self.end:
             raise DataError(
                 f"sources have been read as often as max_epochs allows after {self.end} sequences; "
@@ -309,11 +309,11 @@ class Order:
 
     @property
     def num_samples(self) -> int | None:
-        """How many samples there are, without those that are left out; None for any number."""
+        """Return the number of samples, without skipped ones; None for any number."""
         return None if self.end is None else self.skips.place(self.end)
 
     def counts(self, num_samples: int) -> np.ndarray:
-        """[sources] int64: how many of each are among the first `num_samples` of the run."""
+        """Return [sources] int64: the count of each source among the first `num_samples` of the run."""
         if not num_samples:
             return np.zeros(len(self.sizes), dtype=np.int64)
         end = self.skips.ordinal(num_samples - 1) + 1
@@ -321,10 +321,10 @@ class Order:
         return self._counts(end) - sum(left_out)
 
     def _counts(self, ordinal: int) -> np.ndarray:
-        """How many of each come before a global index, skipped ones counted."""
+        """Return the count of each source before a global index, skipped samples counted."""
         segment = [one for one in self.segments if one.start <= ordinal][-1]
         return segment.cursors + segment.mixture.counts(ordinal - segment.start)
 
     def epochs(self, num_samples: int) -> list[float]:
-        """How often each source will have been read after so many samples."""
+        """Return the number of passes over each source after `num_samples` samples."""
         return [float(n) / size for n, size in zip(self.counts(num_samples), self.sizes, strict=True)]

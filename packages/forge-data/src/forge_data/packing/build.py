@@ -1,4 +1,4 @@
-"""Which packing a configuration asks for. Imports no torch."""
+"""From a configuration to packings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forge_data.store.tokenize import Making, Progress
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """Where tokenized text is kept."""
+    """Return the folder of tokenized text."""
     named = config.cache_dir or os.environ.get("FORGE_CACHE")
     return Path(named) if named else Path.home() / ".cache" / "forge"
 
@@ -33,15 +33,15 @@ def build_packings(
     contents: dict[Path, str] | None = None,
     lacks: list[str] | None = None,
 ) -> dict[int, Packing]:
-    """The sequences of each source that has some for the split and is not streamed, by its place in `config`.
+    """Return the packing of each source with samples for the split and no stream, by its place in `config`.
 
     Args:
         config: the section `[data]`.
-        split: which samples.
-        on_progress: told how far it is while text is tokenized.
-        items: what the model makes of items that are no text.
+        split: the split of the samples.
+        on_progress: receives the progress while text is tokenized.
+        items: the reader of items such as images.
         contents: see `Making`.
-        lacks: takes why sources have nothing held out, having too few documents.
+        lacks: receives why sources have nothing held out: too few documents.
 
     Raises:
         DataError: data are missing or damaged or cannot be cut as asked, or no source has validation data.
@@ -68,9 +68,9 @@ def held_out_digests(
     contents: dict[Path, str] | None = None,
     lacks: list[str] | None = None,
 ) -> dict[int, str]:
-    """The digest of what each source holds out for validation, by its place in `config`.
+    """Return the digest of the held-out text of each source, by its place in `config`.
 
-    Tokens are not cut for it. `lacks` takes why sources have nothing held out, having too few documents.
+    This cuts no tokens. `lacks` receives why sources have nothing held out: too few documents.
 
     Raises:
         DataError: data are missing or damaged.
@@ -110,7 +110,7 @@ def _opening(
 
 
 def _taken(config: DataConfig, split: Split) -> list[int]:
-    """The places of the sources that have samples for the split which are not streamed."""
+    """Return the places of the sources with samples for the split that are not streamed."""
     train = split == "train"
     has = [not s.is_streamed() if train else s.has_validation() for s in config.sources]
     if not any(has) and not train:
@@ -147,7 +147,7 @@ def _require_packing(config: DataConfig, packing: Packing) -> None:
 
 @contextlib.contextmanager
 def named_source(config: DataConfig, number: int) -> Iterator[None]:
-    """Errors about a source say which of them it is."""
+    """A context in which errors about a source name it."""
     try:
         yield
     except DataError as error:
@@ -161,14 +161,14 @@ def build_streams(
     started: bool = False,
     items: ItemReader | None = None,
 ) -> dict[int, Stream]:
-    """The sources that are streamed, by their place in the configuration.
+    """Build the streamed sources, by their place in the configuration.
 
     Args:
         config: the section `[data]`.
         global_batch: sequences a step.
-        state: from `Loader.state`, of all ranks; what else it holds is passed over.
-        started: the run has read from them, so that `state` must say where it is.
-        items: what the model makes of items that are no text.
+        state: the results of `Loader.state` of all ranks; other entries are ignored.
+        started: the run has read from them, so that `state` must hold their places.
+        items: the reader of items such as images.
 
     Raises:
         DataError: a source cannot be dealt to lanes, or `state` misses some of them.
@@ -195,10 +195,10 @@ def build_streams(
 
 
 def pin_streams(config: DataConfig, state: Mapping[str, Any]) -> dict[str, str]:
-    """The version of each stream that has several, such as a commit of the hub.
+    """Return the version of each stream that has several, such as a commit of the hub.
 
-    It is that of `state`, if there is one there. Each rank of a new run must be told the same: one asks,
-    see `SourceConfig.pin_stream`.
+    It is taken from `state`, if it is there. All ranks of a new run need the same version: one rank asks the
+    hub, see `SourceConfig.pin_stream`.
     """
     found: dict[str, str] = {}
     for number, source in enumerate(config.sources):
@@ -221,12 +221,12 @@ def state_key(source: int, lane: int) -> str:
 def train_packings(
     config: DataConfig, global_batch: int, items: ItemReader | None = None
 ) -> dict[int, Packing]:
-    """The sequences of all sources in their order, streams from their start.
+    """Return the packings of all sources in their order, streams from their start.
 
     Args:
         config: the section `[data]`.
-        global_batch: sequences of a step.
-        items: what the model makes of items that are no text; without it there may be none.
+        global_batch: sequences a step.
+        items: the reader of items such as images; None if there are no items.
 
     Raises:
         DataError: data are missing, or cannot be cut as asked.
@@ -237,6 +237,6 @@ def train_packings(
 
 
 def fingerprint_parts(config: DataConfig) -> list[str]:
-    """What of the packing names the stream; nothing where nothing is asked for."""
+    """Return the parts of a fingerprint that depend on the packing; empty by default."""
     parts = [] if config.packing == "concat" else [f"packing {config.packing} {VERSION}"]
     return parts + ["mask_boundaries"] * config.mask_boundaries

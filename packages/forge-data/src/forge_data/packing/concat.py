@@ -12,9 +12,9 @@ from forge_data.store.tokens import TokenStore
 class Concat(TextPacking):
     """Sequence i reads tokens i*T to i*T + T, the last being a target only.
 
-    The last sequence starts earlier where the store would end before it does; the targets it shares with the
-    one before are not counted again. So nothing is padded, and every token but the first of the
-    store is a target exactly once.
+    The last sequence starts earlier if the store would end before it does; its targets that the sequence
+    before has too are not counted again. So nothing is padded, and every token but the first of the store is
+    a target exactly once.
 
     Args:
         store: the tokens.
@@ -76,7 +76,7 @@ class Concat(TextPacking):
         )
 
     def _seen_before(self, overlap: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and columns of the targets that the sequence before has had."""
+        """Return rows and columns of the targets that the sequence before has too."""
         if not overlap.any():
             return NOTHING
         rows = np.repeat(np.arange(len(overlap)), overlap)
@@ -94,7 +94,7 @@ def _joined(some: Places, others: Places) -> Places:
 def documents(
     doc_ends: np.ndarray, starts: np.ndarray, max_tokens: int
 ) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, np.ndarray]]:
-    """Which document each position is in, and how far into it.
+    """Return the document of each position, and the position within it.
 
     Args:
         doc_ends: [documents] int64, rising.

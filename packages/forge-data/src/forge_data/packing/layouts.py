@@ -1,7 +1,7 @@
-"""How documents are laid into rows of C = T + 1 tokens: as arrays, the same for the same documents.
+"""How documents are laid into rows of C = T + 1 tokens: as arrays, a pure function of the documents.
 
-A document longer than a row is cut every T tokens, so that a piece begins with the token that the piece
-before ends with: that token is a target once, and an input once.
+A document longer than a row is cut every T tokens: each further piece begins with the last token of the piece
+before, which is once a target and once an input.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 
 
 class Layout(NamedTuple):
-    """Pieces of documents in the order of the rows they lie in.
+    """Pieces of documents in the order of their rows.
 
     Attributes:
         starts: [pieces] int64, the first token of each.
         lengths: [pieces] int64, from 1 to C.
-        ends: [rows] int64, how many pieces this row and those before it have.
+        ends: [rows] int64, number of pieces in this row and all rows before it.
     """
 
     starts: np.ndarray
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 
 
 def cut(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of the fewest pieces of at most T + 1 tokens that hold all documents, in order."""
+    """Cut documents into the fewest pieces of at most T + 1 tokens; returns starts and lengths, in order."""
     counts = np.maximum(1, -(-(lengths - 1) // max_tokens))
     which = np.repeat(np.arange(len(starts)), counts)
     nth = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -36,13 +36,13 @@ def cut(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> tuple[np.nd
 
 
 def pad(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Layout:
-    """Each piece in a row of its own."""
+    """Put each piece into its own row."""
     begins, sizes = cut(starts, lengths, max_tokens)
     return Layout(begins, sizes, np.arange(1, len(begins) + 1))
 
 
 def bestfit(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Layout:
-    """Each piece, the longest first, in the row it leaves the least room in.
+    """Put each piece, the longest first, into the row where it leaves the least room.
 
     Source: best-fit-decreasing packing of Ding et al. 2024, arXiv:2404.10830.
     """
@@ -53,7 +53,7 @@ def bestfit(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Layout:
 
 
 def crop(starts: np.ndarray, lengths: np.ndarray, max_tokens: int) -> Layout:
-    """Rows begin with a document, are filled with those that follow, and cut the last."""
+    """Begin each row with a document, fill it with the following ones, and cut the last."""
     ends = starts + lengths
     following = np.searchsorted(ends, starts + max_tokens + 1, side="left") + 1
     jumps, firsts, document = following.tolist(), list[int](), 0
@@ -74,7 +74,7 @@ layouts: dict[str, Callable[[np.ndarray, np.ndarray, int], Layout]] = {
 
 
 def best_fit_rows(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """[n] int64: the row of each piece. Pieces of one size go into rows with the same room in one operation.
+    """Return [n] int64, the row of each piece. Pieces of one size are put into rows in one operation.
 
     Args:
         sizes: [n] int64, from 1 to `capacity`.
@@ -102,7 +102,7 @@ def best_fit_rows(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _Room:
-    """Rows by how many tokens they still have room for."""
+    """The rows by the number of tokens they have room for."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[np.ndarray]] = {}
@@ -114,12 +114,12 @@ class _Room:
             self._which |= 1 << free
 
     def smallest(self, size: int) -> int | None:
-        """The least room of at least `size` that a row has."""
+        """Return the least room of a row that is at least `size`."""
         above = self._which >> size
         return size + (above & -above).bit_length() - 1 if above else None
 
     def take(self, free: int, count: int) -> np.ndarray:
-        """At most `count` rows with this room, the last that were put first."""
+        """Remove and return at most `count` rows with this room, the last added first."""
         parts, held = list[np.ndarray](), self._rows[free]
         while held and count:
             rows = held.pop()

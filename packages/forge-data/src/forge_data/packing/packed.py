@@ -10,17 +10,17 @@ from forge_data.store.tokens import TokenStore
 
 
 class Packed(TextPacking):
-    """Sequence i holds the pieces of row i, and padding behind them, which is no target.
+    """Sequence i holds the pieces of row i, and after them padding, which is no target.
 
-    Every token but the first of a document is a target at most once; the first is one where the flags allow
-    it and the row begins before it.
+    Every token but the first of a document is a target at most once; the first is one if the flags allow it
+    and the row begins before it.
 
     Args:
         store: the tokens.
-        index: which pieces each row holds.
-        name: of the packing.
+        index: the pieces of each row.
+        name: name of the packing.
         max_tokens: T.
-        mask_documents: keep attention and targets within documents; padding counts as one, of the id -1.
+        mask_documents: keep attention and targets within documents; padding is a document with the id -1.
         mask_boundaries: keep targets within documents.
     """
 
@@ -82,7 +82,7 @@ class Packed(TextPacking):
     def _documents(
         self, lengths: np.ndarray, counts: np.ndarray, places: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """Which piece of its row each token is in, and how far into it; padding is of -1."""
+        """Return the piece of each token in its row, and the position within it; padding has -1."""
         shape = len(counts), self.max_tokens + 1
         doc_ids, positions = np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         nth = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -98,7 +98,7 @@ class Packed(TextPacking):
     def _ignored(
         self, starts: np.ndarray, row: np.ndarray, column: np.ndarray, used: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and columns of the positions before padding and before pieces that are no target there."""
+        """Return rows and columns of positions before padding and before pieces that are no target there."""
         no_target = column > 0
         if not self.mask_boundaries:
             # What continues a document has had its first token as a target where the piece before ends.

@@ -1,4 +1,4 @@
-"""What a packing is: it says which sequences a source has, and reads them. n sequences, T tokens."""
+"""The interface of packings: which sequences a source has, and how to read them. n sequences, T tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
 class Ragged(NamedTuple):
-    """An input of which each sequence has a number of rows of its own, such as the patches of its images.
+    """An input with a different number of rows for each sequence, such as the patches of its images.
 
     Attributes:
-        values: [sum(counts), ...], those of the first sequence first.
-        counts: [n] int64, how many of them each sequence has.
+        values: [sum(counts), ...], in the order of the sequences.
+        counts: [n] int64, number of rows of each sequence.
     """
 
     values: np.ndarray
@@ -32,10 +32,10 @@ class Sequences(NamedTuple):
     Attributes:
         tokens: [n, T + 1] unsigned or int64; token i + 1 of a row is the target of position i.
         ignored: rows and columns, two [k] int64, of the positions in [n, T] that have no target.
-        extra: what else the model takes of each sequence, [n, ...]; `doc_ids` and `positions` are [n, T]
-            int64; padding is of the document -1.
-        ragged: what else the model takes, as many rows as each sequence has. The model is not given the
-            counts; where it needs them they are an array of `extra` too.
+        extra: further inputs of the model, [n, ...]; `doc_ids` and `positions` are [n, T] int64; the document
+            id of padding is -1.
+        ragged: further inputs with a different number of rows for each sequence. The model does not get the
+            counts; if it needs them, `extra` has them too.
     """
 
     tokens: np.ndarray
@@ -47,18 +47,18 @@ class Sequences(NamedTuple):
 class Packing:
     """Interface of the sequences of one source. It pickles small: workers open the files themselves.
 
-    Every batch of every rank has the same inputs, whichever sources its sequences are from. So a packing
-    declares in `extra` and `ragged` what it gives beside tokens, and each read gives exactly that.
+    Every batch of every rank has the same inputs, whatever the sources of its sequences. So a packing
+    declares its inputs beside tokens in `extra` and `ragged`, and each read returns exactly these.
 
     Attributes:
         max_tokens: T.
         digest: names the content; a run is continued only on data of the same digest.
-        extra: by name, what padding and the sequences of sources without this input have of it: [...] of
-            the dtype and shape of one sequence.
+        extra: by name, the value [...] for padding and for sequences of sources without this input, with the
+            dtype and shape of one sequence.
         ragged: by name, an array [0, ...] of the dtype and shape of the rows.
-        sequence_bytes: of the rows of a sequence in `ragged`, at most or on average; bounds how many
-            sequences are read at once.
-        host: names in `extra` and `ragged` that stay in the memory of the host.
+        sequence_bytes: bytes of the `ragged` rows of a sequence, at most or on average; bounds the number of
+            sequences that are read at once.
+        host: names in `extra` and `ragged` that stay in host memory.
     """
 
     max_tokens: int
@@ -69,11 +69,11 @@ class Packing:
     host: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
-        """How many sequences there are."""
+        """Return the number of sequences."""
         raise NotImplementedError
 
     def read(self, samples: np.ndarray) -> Sequences:
-        """The sequences with these numbers, [n] int64.
+        """Return the sequences with these numbers, [n] int64.
 
         Raises:
             DataError: they are damaged.
@@ -81,18 +81,18 @@ class Packing:
         raise NotImplementedError
 
     def token_counts(self, samples: np.ndarray) -> np.ndarray:
-        """How many of the T tokens of those sequences are no padding, which is behind them: [n] int64."""
+        """Return [n] int64, the number of the T tokens of each sequence before its padding."""
         return np.full(len(samples), self.max_tokens, dtype=np.int64)
 
     def require_files(self) -> None:
-        """See that the files still have their size: touching what is gone would kill the process.
+        """Check that the files still have their size: reading memory beyond their end would kill the process.
 
         Raises:
             DataError: one is shorter or longer than it was.
         """
 
     def describe(self) -> str:
-        """How many sequences there are, how much of them is padding, how many documents are cut."""
+        """Return the numbers of sequences and of cut documents, and the share of padding, in words."""
         return f"{len(self):,} sequences"
 
 

@@ -1,6 +1,6 @@
-"""Which pieces of documents each row of a packing holds: planned once, kept in the cache, read in place.
+"""The pieces of documents in each row of a packing: planned once, kept in the cache, read in place.
 
-The plan is made for `WINDOW` documents at a time. What was planned stays when the process is killed.
+The plan is made for `WINDOW` documents at a time. Planned windows stay when the process is killed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Statistics(Config):
 
     Attributes:
         sequences: rows of T + 1 tokens.
-        documents: in the source.
+        documents: documents of the source.
         long: documents that are longer than a row.
         split: documents that lie in several rows, or of which a part is left out.
-        padding: tokens of rows that hold nothing.
+        padding: tokens of rows without content.
         left_out: tokens of documents that are in no row.
         capacity: tokens of all rows.
     """
@@ -70,11 +70,11 @@ class _Manifest(Config):
 
 
 class RowIndex:
-    """The pieces of each row, mapped from files whose blocks are checked when they are first touched.
+    """The pieces of each row, mapped from files whose blocks are checked at their first access.
 
     Attributes:
-        folder: where it is.
-        statistics: of all rows.
+        folder: its folder.
+        statistics: statistics of all rows.
 
     Raises:
         DataError: it is damaged.
@@ -104,7 +104,7 @@ class RowIndex:
             file.require_size()
 
     def pieces(self, rows: np.ndarray) -> Layout:
-        """The pieces of some rows.
+        """Return the pieces of some rows.
 
         Args:
             rows: [n] int64.
@@ -121,13 +121,13 @@ class RowIndex:
 
 
 def open_row_index(store: TokenStore, packing: str, max_tokens: int, cache: Path) -> RowIndex:
-    """The rows of a store, planned first when need be. Processes that ask at once wait for the first of them.
+    """Open the rows of a store, planned first if need be, by one process while the others wait.
 
     Args:
         store: the documents.
         packing: a name of `layouts`.
         max_tokens: T.
-        cache: folder of all that can be made again.
+        cache: folder of files that can be made again.
 
     Raises:
         DataError: the plan cannot be written or read.
@@ -188,7 +188,7 @@ def _keep(layout: Layout, path: Path) -> None:
 
 
 def _planned(partial: Path, number: int) -> Layout | None:
-    """A window that an earlier process planned; None if none did, or it is damaged."""
+    """Return a window that an earlier process planned; None if none did, or it is damaged."""
     try:
         return _window(partial / f"{number}.npz")
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):

@@ -1,9 +1,9 @@
-"""What is read while a run trains, without a store: shuffled on the way, in lanes. T tokens a sequence.
+"""Sources that are read while a run trains, without a store: shuffled, in lanes. T tokens a sequence.
 
 The parts of all files are dealt to lanes. Each lane reads its parts window by window, in an order that is a
-function of the seed, and shuffles the documents of a window; what becomes of them, kinds of streams say. A
-place in a lane is three integers, so that a checkpoint holds no data. The lanes are the same for any number
-of ranks: each rank reads some of them, and a run goes on with the same global batches on other ranks.
+function of the seed, and shuffles the documents of a window; a subclass turns them into sequences. A place in
+a lane is three integers, so that a checkpoint holds no data. The lanes are the same for any number of ranks:
+each rank reads some of them, and a run continues with the same global batches on other ranks.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Place(NamedTuple):
     """Where the next sequence of a lane begins.
 
     Attributes:
-        window: of parts, counted over all passes.
-        document: in the shuffled order of the window.
-        token: within the document.
+        window: number of the window, counted over all passes.
+        document: index in the shuffled order of the window.
+        token: index within the document.
     """
 
     window: int = 0
@@ -49,13 +49,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """What a stream reads, and how it is dealt to lanes.
+    """The contents of a stream, and how they are dealt to lanes.
 
     Attributes:
         tasks: the parts of its files, each of which can be read alone.
-        lanes: how many; 0 lets the number of parts and the global batch decide.
+        lanes: number of lanes; 0 lets the number of parts and the global batch decide.
         shuffle_parts: parts of a lane whose documents are shuffled together; 0 keeps the order of the files.
-        pin: the commit of the files, where they come from the hub.
+        pin: the commit of the files, if they come from the hub.
     """
 
     tasks: tuple[Task, ...]
@@ -64,7 +64,7 @@ class Streamed:
     pin: str | None = None
 
     def key_of_parts(self) -> list[Any]:
-        """Names the files by their names, sizes and parts, or commit, and how they are dealt."""
+        """Name the files by their names, sizes and parts, or commit, and how they are dealt."""
         parts = [(task.name, task.start, task.stop, task.bytes) for task in self.tasks]
         return [self.lanes, self.shuffle_parts, parts, *([] if self.pin is None else [self.pin])]
 
@@ -76,19 +76,19 @@ class Streamed:
         seed: int,
         places: Mapping[int, Place] | None = None,
     ) -> Stream:
-        """The sequences.
+        """Return the sequences.
 
         Args:
             data: the section `[data]`.
-            items: what the model makes of items that are no text.
-            lanes: how many there are.
-            seed: of the order.
-            places: where lanes begin; the start of the stream for those that are not named.
+            items: the reader of items such as images.
+            lanes: number of lanes.
+            seed: seed of the order.
+            places: the places of lanes; a lane without one begins at the start of the stream.
         """
         raise NotImplementedError
 
     def num_lanes(self, global_batch: int) -> int:
-        """How many lanes there are: what was asked for, or a divisor of the batch with four parts a lane.
+        """Return the number of lanes: the configured one, or a divisor of the batch with four parts a lane.
 
         Raises:
             DataError: the batch cannot be dealt to so many lanes, or there are fewer parts.
@@ -107,7 +107,7 @@ class Streamed:
 
 
 class Lane(Generic[D]):
-    """Every document of its parts once, then all of them again in another order, from a place on."""
+    """Reads every document of its parts once, then all of them again in another order, from a place on."""
 
     def __init__(self, source: Streamed, seed: int, lane: int, lanes: int) -> None:
         dealt = np.arange(len(source.tasks))
@@ -123,27 +123,27 @@ class Lane(Generic[D]):
         raise NotImplementedError
 
     def place(self) -> Place:
-        """Where the next sequence begins."""
+        """Return where the next sequence begins."""
         raise NotImplementedError
 
     def read(self, task: Task) -> list[D]:
-        """The documents of a part."""
+        """Return the documents of a part."""
         raise NotImplementedError
 
     def is_of_use(self, document: D) -> bool:
-        """Whether there is anything in it to be learnt."""
+        """Whether a document has any target."""
         return True
 
     @property
     def windows(self) -> int:
-        """How many there are in a pass."""
+        """The number of windows of a pass."""
         return -(-len(self.tasks) // self._together)
 
     def documents(self, place: Place) -> Iterator[tuple[Place, D]]:
-        """The documents from a place on, without end.
+        """Yield the documents from a place on, without end.
 
         Raises:
-            DataError: a file is damaged or gone, or nothing in all of them is of use.
+            DataError: a file is damaged or gone, or no document has a target.
         """
         window, first, empty = place.window, place.document, 0
         while True:
@@ -163,7 +163,7 @@ class Lane(Generic[D]):
             window, first = window + 1, 0
 
     def _window(self, epoch: int, window: int) -> list[D]:
-        """The documents of a window in the order of its parts."""
+        """Return the documents of a window in the order of its parts."""
         order = np.arange(len(self.tasks))
         if self._shuffles:
             order = permute(order, len(order), key(self._seed, "epoch", epoch))
@@ -182,17 +182,17 @@ class Lane(Generic[D]):
 
 
 class Stream(Packing):
-    """A source that is streamed, as a packing. It is read in order: the sample is the lane to read from.
+    """A streamed source, as a packing. It is read in order: the sample is the lane to read from.
 
     Args:
-        source: what is read.
-        lanes: how many there are.
-        places: where lanes begin; the start of the stream for those that are not named.
+        source: the contents.
+        lanes: number of lanes.
+        places: the places of lanes; a lane without one begins at the start of the stream.
     """
 
     @property
     def file_digest(self) -> str:
-        """As `digest`, by the bytes of the file of the tokenizer: what runs were named by earlier."""
+        """The digest with the bytes of the tokenizer's file, as earlier versions named runs."""
         return self.digest
 
     def __init__(self, source: Streamed, lanes: int, places: Mapping[int, Place] | None = None) -> None:
@@ -201,7 +201,7 @@ class Stream(Packing):
         self._open: dict[int, Any] = {}
 
     def new_lane(self, lane: int) -> Lane[Any]:
-        """A lane that nobody has started."""
+        """Return a lane that is not started."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -218,15 +218,15 @@ class Stream(Packing):
         return f"streamed: {len(self.source.tasks):,} parts of files in {self.lanes} lanes"
 
     def restart(self) -> None:
-        """Go back to where the lanes began."""
+        """Go back to the places where the lanes began."""
         self._open = {}
 
     def places(self, lanes: Sequence[int]) -> dict[int, Place]:
-        """Where the next sequence of each of some lanes begins."""
+        """Return where the next sequence of each of some lanes begins."""
         return {lane: self.lane(lane).place() for lane in lanes}
 
     def lane(self, lane: int) -> Any:
-        """A lane, from its place on."""
+        """Return a lane, from its place on."""
         if lane not in self._open:
             opened = self.new_lane(lane)
             opened.start(self._places.get(lane, Place()))

@@ -1,4 +1,4 @@
-"""Which packing of a token store does a configuration ask for? Imports no torch."""
+"""From a configuration to the packing of a token store. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def pack(store: TokenStore, data: DataConfig, cache: Path) -> Packing:
-    """The sequences of a store; their plan is made first when need be.
+    """Return the packing of a store; its plan is made first if need be.
 
     A store that is shorter than a sequence is one sequence with padding, whatever the packing.
 

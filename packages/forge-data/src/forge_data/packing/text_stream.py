@@ -33,13 +33,13 @@ class StreamedText(Streamed):
     """Documents of text.
 
     Attributes:
-        columns: which parts of a row make a document.
+        columns: the parts of a row that make a document.
     """
 
     columns: Columns
 
     def digest(self, tokenizer: Tokenizer) -> str:
-        """Digest of the files and columns that are read."""
+        """Return the digest of the files and columns that are read."""
         local = [task.path for task in self.tasks if isinstance(task.path, Path)]
         rows = ["rows"] * any(were_text(path) for path in local)
         return f"{key(VERSION, named(self.columns, tokenizer), *self.key_of_parts(), *rows):016x}"
@@ -64,7 +64,7 @@ class _Document(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """A sequence: [T + 1] ids, [T + 1] bool whether each is a target, where documents end within it."""
+    """A sequence: [T + 1] ids, [T + 1] bool whether each is a target, and the ends of documents in it."""
 
     ids: np.ndarray
     targets: np.ndarray | None
@@ -72,7 +72,7 @@ class _Cut(NamedTuple):
 
 
 class _Lane(Lane[Document]):
-    """Documents are encoded when their tokens are needed."""
+    """A lane that encodes documents when their tokens are needed."""
 
     def __init__(self, text: StreamedText, encoder: Tokenizer, seed: int, lane: int, lanes: int) -> None:
         super().__init__(text, seed, lane, lanes)
@@ -93,7 +93,7 @@ class _Lane(Lane[Document]):
         return self._waiting[0].place._replace(token=self._skip)
 
     def next(self, max_tokens: int) -> _Cut:
-        """The next sequence; its last token is the first of the one that follows."""
+        """Return the next sequence; its last token is the first of the following one."""
         length = max_tokens + 1
         held = sum(len(one.ids) for one in self._waiting) - self._skip
         while held < length:
@@ -121,7 +121,7 @@ class _Lane(Lane[Document]):
         return [document for _, document in found if document.text]
 
     def is_of_use(self, document: Document) -> bool:
-        """See `Lane.is_of_use`; None is everywhere; a target without characters is that of the end."""
+        """See `Lane.is_of_use`. None: the whole text is a target; an empty target is the end token."""
         return document.targets != ()
 
 
@@ -129,14 +129,14 @@ class TextStream(Stream, TextPacking):
     """A stream of text.
 
     Args:
-        text: what is read.
-        tokenizer: of the text.
-        lanes: how many there are.
-        seed: of the order.
+        text: the contents.
+        tokenizer: encodes the text.
+        lanes: number of lanes.
+        seed: seed of the order.
         max_tokens: T.
         mask_documents: keep attention and targets within documents.
         mask_boundaries: keep targets within documents.
-        places: where lanes begin; the start of the stream for those that are not named.
+        places: the places of lanes; a lane without one begins at the start of the stream.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class TextStream(Stream, TextPacking):
 
     @property
     def digest(self) -> str:
-        """Names what is read and with which tokenizer, however its file is saved."""
+        """Digest of the contents and the tokenizer, however the tokenizer's file is saved."""
         tokenizer = self._tokenizer.build()
         return f"{self._text.digest(tokenizer)} {tokenizer.digest}"
 
@@ -172,7 +172,7 @@ class TextStream(Stream, TextPacking):
         return _Lane(self._text, self._tokenizer.build(), self._seed, lane, self.lanes)
 
     def read(self, samples: np.ndarray) -> Sequences:
-        """The next sequence of each lane in `samples`, [n] int64, in this order.
+        """Return the next sequence of each lane in `samples`, [n] int64, in this order.
 
         Raises:
             DataError: a file is damaged, or no longer there.

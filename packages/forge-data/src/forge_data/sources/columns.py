@@ -1,4 +1,4 @@
-"""Which parts of a row make a document, and which are targets? Imports no torch."""
+"""The parts of a row that make a document, and those that are targets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Document(NamedTuple):
 
     Attributes:
         text: all of it.
-        targets: where its targets are; None: everywhere. One that reaches the end has the end token with it.
-        spelled: the places of characters within control tokens that the text only spells: a user that writes
+        targets: ranges of characters that are targets; None: all of it. The end token belongs to a range that
+            reaches the end.
+        spelled: positions of characters inside control tokens that are only text: a user that writes
             `<|im_start|>` begins no turn.
         is_complete: the text has all special tokens that belong at its beginning and end.
     """
@@ -48,7 +49,7 @@ class Document(NamedTuple):
 
 
 class Columns(Protocol):
-    """Makes documents of rows.
+    """Turns rows into documents.
 
     Attributes:
         names: the columns that are read.
@@ -66,16 +67,16 @@ class Columns(Protocol):
         ...
 
     def document(self, row: dict[str, Any], tokenizer: Tokenizer) -> Document:
-        """The document of a row; one without text is none.
+        """Return the document of a row; None for a row without text.
 
         Raises:
-            DataError: the row has not these columns, or something else in them.
+            DataError: the row lacks these columns, or has something else in them.
         """
         ...
 
 
 def named(columns: Columns, tokenizer: Tokenizer) -> str:
-    """Names what columns make of rows for a tokenizer; it is part of the name of the tokens in the cache.
+    """Name the documents that columns make of rows for a tokenizer; the cache uses it in names of tokens.
 
     Documents with targets are encoded as a whole, which for bytes is the same as part by part.
     """
@@ -94,7 +95,7 @@ class TextColumn:
     Attributes:
         field: its name.
         control_tokens: whether control tokens that the text spells are control tokens.
-        as_text: endings of files that are one document whatever their name says.
+        as_text: endings of files that are one document each, although they usually hold rows.
     """
 
     field: str = "text"
@@ -195,7 +196,7 @@ class MessagesColumn:
     def _stated(
         self, messages: list[dict[str, Any]], speaks: list[bool], marked: Callable[[str], str]
     ) -> tuple[str, Spans]:
-        """Text and targets by a template of a turn."""
+        """Return text and targets by a template of a turn."""
         before, _, after = self.template.partition("{content}")
         text, targets = "", list[tuple[int, int]]()
         for message, is_target in zip(messages, speaks, strict=True):
@@ -233,10 +234,10 @@ class MessagesColumn:
 
 
 def _content(message: dict[str, Any]) -> str:
-    """The text of a message of which nothing is left out.
+    """Return the text of a message, if a template of role and content can express all of the message.
 
     Raises:
-        DataError: more was said in it than a template of role and content can write.
+        DataError: it cannot.
     """
     more = [
         name
@@ -253,7 +254,7 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def _tools(value: Any) -> Any:
-    """A list of tools, which tables often hold as a text in JSON."""
+    """Return a list of tools, which tables often hold as JSON text."""
     try:
         return _whole(json.loads(value) if isinstance(value, str) else value)
     except ValueError as error:
@@ -271,12 +272,12 @@ def _template_of(tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _spelled(control_tokens: bool, default: bool) -> str:
-    """What of `control_tokens` belongs to a name; nothing by default."""
+    """Return the part of a name for `control_tokens`; nothing for the default."""
     return "" if control_tokens == default else f" control_tokens={control_tokens}"
 
 
 def marker(tokenizer: Tokenizer, control_tokens: bool) -> Callable[[str], str]:
-    """Puts a `MARK` into each control token that a text spells, unless it is to be one."""
+    """Return a function that puts a `MARK` into each control token of a text, unless it is to be one."""
     tokens: tuple[str, ...] = () if control_tokens else getattr(tokenizer, "control_tokens", ())
     if not tokens:
         return lambda text: text
@@ -286,7 +287,7 @@ def marker(tokenizer: Tokenizer, control_tokens: bool) -> Callable[[str], str]:
 
 
 def _document(marked: str, targets: Spans | None) -> Document:
-    """A document of a text with marks, and of targets in it."""
+    """Make a document of a text with marks, and of ranges of targets in it."""
     first, *others = marked.split(MARK)
     text, spelled = first, list[int]()
     for piece in others:
@@ -300,7 +301,7 @@ def _document(marked: str, targets: Spans | None) -> Document:
 
 
 def _mapped(change: Callable[[str], str], value: Any) -> Any:
-    """The same value with its texts changed, but for the names of keys and the role."""
+    """Return the same value with changed texts, except names of keys and the role."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -309,7 +310,7 @@ def _mapped(change: Callable[[str], str], value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """The same value with whole characters."""
+    """Return the same value with whole characters."""
     return _mapped(_characters, value)
 
 
@@ -323,5 +324,5 @@ def _text(row: dict[str, Any], field: str) -> str:
 
 
 def _characters(text: str) -> str:
-    """Escapes may name half a character (U+D800 to U+DFFF), which no encoding has; it is replaced."""
+    """Replace halves of characters (U+D800 to U+DFFF), which escapes may name and no encoding has."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

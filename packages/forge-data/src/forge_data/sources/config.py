@@ -42,13 +42,13 @@ class Opening:
     """The arguments for opening a source.
 
     Attributes:
-        split: which samples are asked for.
+        split: the split of the samples.
         tokenizer: how text becomes tokens.
-        cache: a folder for what need not be made twice.
-        making: with how many processes, and who is told how far they are.
+        cache: a folder for results that are expensive to make.
+        making: number of processes, and the receiver of their progress.
         data: the section `[data]`: length of the sequences, packing, whether documents are masked.
-        items: what the model makes of items that are no text; None: nothing. A source that needs it raises
-            a `DataError` where it is None, and puts its digest into that of the packing.
+        items: the reader of items such as images; None: there is none. A source that needs it raises a
+            `DataError` where it is None, and includes its digest in that of the packing.
     """
 
     split: Split
@@ -60,12 +60,12 @@ class Opening:
 
 
 class SourceConfig(Config):
-    """Interface of `[[data.sources]]`. A source has `packing`, or `open` where it has nothing but tokens.
+    """Interface of `[[data.sources]]`. A source has `packing`, or `open` if it has nothing but tokens.
 
     Attributes:
         weight: share of the sequences, relative to the other sources; 0 waits for a phase that names it.
-        name: what phases and plans call it; absent means its place, from 0.
-        max_epochs: how often it may be read; absent means any number of times.
+        name: its name in phases and plans; absent means its place, from 0.
+        max_epochs: number of passes over it at most; absent means any number.
     """
 
     weight: Annotated[float, Meta(ge=0, le=1e12)] = 1.0
@@ -77,11 +77,11 @@ class SourceConfig(Config):
         return False
 
     def has_tokens_only(self) -> bool:
-        """Whether its sequences give a model nothing beside tokens, such as images."""
+        """Whether its sequences have no inputs beside tokens, such as images."""
         return type(self).packing is SourceConfig.packing
 
     def packing(self, opening: Opening) -> Packing:
-        """The sequences of a split, made first when need be; by default those of the tokens of `open`.
+        """Return the sequences of a split, made first if need be; by default of the tokens of `open`.
 
         Raises:
             DataError: the data are missing, were made with another tokenizer, or cannot be cut as asked.
@@ -92,7 +92,7 @@ class SourceConfig(Config):
     def open(
         self, split: Split, tokenizer: TokenizerConfig, cache: Path, making: Making = ALONE
     ) -> TokenStore:
-        """The tokens of a split, made first when need be.
+        """Return the tokens of a split, made first if need be.
 
         Raises:
             DataError: the data are missing, or were made with another tokenizer.
@@ -100,7 +100,7 @@ class SourceConfig(Config):
         raise NotImplementedError
 
     def whole(self) -> SourceConfig:
-        """The same text with nothing held out, as it is read to evaluate on all of it."""
+        """Return the same source with nothing held out, for an evaluation on all of it."""
         return self
 
     def is_streamed(self) -> bool:
@@ -108,10 +108,10 @@ class SourceConfig(Config):
         return False
 
     def pin_stream(self) -> str | None:
-        """Names the version of what is streamed that a new run reads to its end; None where there is one.
+        """Return the version of the stream that a new run reads to its end; None if there is only one.
 
         Raises:
-            DataError: it cannot be found out.
+            DataError: it cannot be determined.
         """
         return None
 
@@ -119,7 +119,7 @@ class SourceConfig(Config):
         """Open the stream.
 
         Args:
-            cache: a folder for what need not be found out twice.
+            cache: a folder for results that are expensive to find.
             pin: from `pin_stream`, at the start of the run.
 
         Raises:
@@ -132,7 +132,7 @@ sources = Registry("source", SourceConfig)
 
 
 class TextSourceConfig(SourceConfig):
-    """Text that is tokenized at the first use and kept in the cache, named after the content of its files.
+    """Text that is tokenized at its first use and kept in the cache, named after the content of its files.
 
     Attributes:
         held_out: fraction of the documents kept for validation, chosen by their names.
@@ -141,7 +141,7 @@ class TextSourceConfig(SourceConfig):
     held_out: Annotated[float, Meta(ge=0, lt=1)] = 0.02
 
     def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
-        """The folder that names are relative to, and the files in the order they are read."""
+        """Return the folder that names are relative to, and the files in the order they are read."""
         raise NotImplementedError
 
     def has_validation(self) -> bool:
@@ -153,7 +153,7 @@ class TextSourceConfig(SourceConfig):
         return structs.replace(self, held_out=0.0)
 
     def held(self, split: Split) -> Held:
-        """Which documents of those files belong to the split."""
+        """Return which documents of these files belong to the split."""
         if split == "validation" and not self.has_validation():
             raise DataError(
                 "this source holds nothing out for validation: held_out is 0; set it to e.g. 0.02"
@@ -161,16 +161,16 @@ class TextSourceConfig(SourceConfig):
         return Held(split=split, fraction=self.held_out)
 
     def columns(self) -> Columns:
-        """Which parts of a row make a document."""
+        """Return the parts of a row that make a document."""
         return TextColumn()
 
     def open(
         self, split: Split, tokenizer: TokenizerConfig, cache: Path, making: Making = ALONE
     ) -> TokenStore:
-        """See `SourceConfig.open`. Processes that ask at once wait for the first of them.
+        """See `SourceConfig.open`. One process tokenizes while others that need the same wait.
 
-        What a killed process has tokenized is kept, but for its last ten seconds. Where the text is gone, the
-        tokens that were made of it last are read, and a line on standard error says so.
+        A killed process loses at most the last ten seconds of its work. If the text is gone, its last tokens
+        are read, and a line on standard error says so.
 
         Raises:
             DataError: there is no such text, or the cache cannot be written.
@@ -227,7 +227,7 @@ def _name(
     columns: Columns,
     contents: dict[Path, str] | None,
 ) -> int:
-    """Names tokens after what they are made from: the text itself, for times and sizes tell nothing of it."""
+    """Name tokens after the text itself, because times and sizes of files do not identify it."""
     as_text, known = getattr(columns, "as_text", ()), {} if contents is None else contents
     known |= {file: _content(file) for file in files if file not in known}
     rows = {file: ("rows",) if were_text(file, as_text) else () for file in files}
@@ -335,9 +335,9 @@ class TokensConfig(SourceConfig):
 
     Attributes:
         path: the store with the training text.
-        validation: the store with the held-out text; without it and `held_out` this source is not evaluated
-            on.
-        held_out: this part of the tokens of `path` is kept for validation instead: its last whole documents.
+        validation: the store with the held-out text; without it and `held_out` this source is not evaluated.
+        held_out: fraction of the tokens of `path` that is kept for validation instead: its last whole
+            documents.
     """
 
     free_keys = path_keys = ("path", "validation")

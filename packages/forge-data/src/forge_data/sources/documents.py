@@ -1,4 +1,4 @@
-"""Which documents files hold, and how files are cut into parts that can be read alone."""
+"""The documents of files, and how files are cut into parts that can be read alone."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Task(NamedTuple):
         name: its name relative to the root; documents are named after it.
         start: where the part starts.
         stop: where it ends.
-        bytes: about how many bytes are read.
-        lines: those of the part, of a packed file, which nobody can begin to read in its middle; `start` is
-            the number of the first. None: they are read from the file.
+        bytes: approximate size of the part.
+        lines: the lines of a part of a packed file, which cannot be read from its middle; `start` is the
+            number of the first. None: they are read from the file.
     """
 
     path: Path | HubFile
@@ -66,14 +66,14 @@ class Task(NamedTuple):
 
 
 def has_rows(path: Path | HubFile, as_text: tuple[str, ...] = ()) -> bool:
-    """Whether a file has a document a row, by its name.
+    """Whether a file has one document per row, by its name.
 
     Args:
-        path: of the file.
-        as_text: endings of files that are one document whatever their name says.
+        path: the file.
+        as_text: endings of files that are one document each, although they usually hold rows.
 
     Raises:
-        DataError: it has rows of a kind that is not read.
+        DataError: it has rows of an unsupported kind.
     """
     name = path.name.lower()
     if as_text and name.endswith(tuple(ending.lower() for ending in as_text)):
@@ -93,15 +93,15 @@ def were_text(path: Path, as_text: tuple[str, ...] = ()) -> bool:
 
 
 def tasks_of(path: Path | HubFile, root: Path, as_text: tuple[str, ...] = ()) -> list[Task]:
-    """The parts of a file; those of the hub are named after their place in the repository.
+    """Return the parts of a file; parts of hub files are named after their path in the repository.
 
     Args:
-        path: of the file.
+        path: the file.
         root: names are relative to it.
         as_text: see `has_rows`.
 
     Raises:
-        DataError: the file is gone, damaged, or of rows that are not read.
+        DataError: the file is gone, damaged, or has rows of an unsupported kind.
     """
     with _damage_is_named(path):
         if isinstance(path, HubFile):
@@ -128,7 +128,7 @@ def _cut(path: Path | HubFile, name: str, size: int, rows: bool) -> list[Task]:
 
 
 def portions(tasks: Iterable[Task], as_text: tuple[str, ...] = ()) -> Iterator[Task]:
-    """The same tasks, packed files of lines in parts of about `TASK_BYTES`, which are read here.
+    """Return the same tasks, with packed files of lines read here into parts of about `TASK_BYTES`.
 
     Raises:
         DataError: such a file is damaged.
@@ -147,10 +147,10 @@ def portions(tasks: Iterable[Task], as_text: tuple[str, ...] = ()) -> Iterator[T
 
 
 def documents(task: Task, columns: Columns, tokenizer: Tokenizer) -> Iterator[tuple[str, Document]]:
-    """Name and text of each document of a task. Bytes that are no UTF-8 become replacement characters.
+    """Yield name and text of each document of a task. Bytes that are no UTF-8 become replacement characters.
 
     Raises:
-        DataError: the file is damaged, or a row is not what the columns need.
+        DataError: the file is damaged, or a row does not fit the columns.
     """
     path = task.path
     with _damage_is_named(path):
@@ -173,10 +173,10 @@ def documents(task: Task, columns: Columns, tokenizer: Tokenizer) -> Iterator[tu
 
 
 def rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and columns of each row of a task, of a file with rows.
+    """Yield name and columns of each row of a task, of a file with rows.
 
     Raises:
-        DataError: the file is damaged, or has not these columns.
+        DataError: the file is damaged, or lacks these columns.
     """
     with _damage_is_named(task.path):
         yield from ((f"{task.name}:{place}", row) for place, row in _rows(task, names) if row is not None)
@@ -243,7 +243,7 @@ def _require_columns(path: Path | HubFile, names: list[str], held: list[str]) ->
 
 
 def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
-    """Lines that start within the part, with the place of their first byte; packed files: their number."""
+    """Yield lines that start within the part, with the place of their first byte, or their number."""
     if task.lines is not None:
         yield from enumerate(task.lines, task.start)
         return
@@ -275,7 +275,7 @@ def _json_row(path: Path | HubFile, position: int, line: bytes) -> dict[str, Any
 
 
 def _arrow_batches(path: Path | HubFile) -> Iterator[Any]:
-    """Record batches of a stream, as `datasets` writes it, or of a file with an index."""
+    """Yield the record batches of a stream, as `datasets` writes it, or of a file with an index."""
     pyarrow = _pyarrow()
     hub = isinstance(path, HubFile)
     with pyarrow.PythonFile(path.open()) if hub else pyarrow.memory_map(str(path)) as opened:

@@ -1,4 +1,4 @@
-"""Which files do paths stand for, and which of a folder are those of a split? Imports no torch."""
+"""The files that paths stand for, and the files of a folder that belong to a split. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
 
 
 def walk(root: Path, takes: Callable[[str], bool], left_out: set[str]) -> Iterator[Path]:
-    """Files below a folder; folders that are left out are not even listed."""
+    """Yield the files below a folder; excluded folders are not even listed."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         yield from (Path(folder, name) for name in names if takes(name))
 
 
 def find_files(paths: list[str]) -> list[Path]:
-    """The files that names, folders and patterns stand for, sorted.
+    """Return the files that names, folders and patterns stand for, sorted.
 
     Raises:
         DataError: one of them stands for nothing, or a name is no file: a link to nowhere, a pipe.
@@ -81,13 +81,13 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _real(file: Path) -> Path:
-    """The file behind a link, unless only the name of the link says what kind of file it is."""
+    """Return the file behind a link, unless only the name of the link shows the kind of the file."""
     real = Path(os.path.realpath(file))
     return real if real.suffix == file.suffix else file.absolute()
 
 
 def _matches(pattern: str) -> list[str]:
-    """What a pattern stands for. The folders it begins with are taken as they are, brackets in them too."""
+    """Return the files of a pattern. Its leading folders are taken literally, brackets in them too."""
     parts = Path(pattern).parts
     start = Path()
     while len(parts) > 1 and (start / parts[0]).is_dir():
@@ -97,13 +97,13 @@ def _matches(pattern: str) -> list[str]:
 
 
 def files_of_split(folder: Path, split: str | None) -> list[Path]:
-    """The files of a folder that hold the rows of a split, and what is passed over on standard error.
+    """Return the files of a folder that hold the rows of a split; names ignored files on standard error.
 
-    A split is what names say, as for `datasets`: `train` in the name of a folder or file below `folder`, or
-    `train_sft-00000-of-00003.parquet`. Where no name says so, all is the split `train`. None is every split.
+    Names tell the split, as for `datasets`: `train` in the name of a folder or file below `folder`, or
+    `train_sft-00000-of-00003.parquet`. If no name does, all is the split `train`. None is every split.
 
     Raises:
-        DataError: the folder has other splits only, or files that are no rows beside those that are.
+        DataError: the folder has other splits only, or other files beside files with rows.
     """
     found = find_files([str(folder)])
     if not any(has_rows(file) and not ABOUT.fullmatch(file.name) for file in found):
@@ -136,7 +136,7 @@ def files_of_split(folder: Path, split: str | None) -> list[Path]:
 
 
 def _split_in(file: Path, folder: Path) -> str | None:
-    """The split that the name of a file, or of a folder above it, is of."""
+    """Return the split in the name of a file, or of a folder above it."""
     name = file.name.partition(".")[0]
     if (shard := SHARD.fullmatch(name)) and shard[1] != "data":
         return shard[1]

@@ -159,11 +159,11 @@ class HfConfig(TextSourceConfig):
         return self.streamed(tasks=tasks, lanes=self.lanes, shuffle_parts=self.shuffle_parts, pin=pin)
 
     def tasks(self, file: Path, root: Path) -> list[Task]:
-        """The parts of a file that can be read alone; names are relative to `root`."""
+        """Return the parts of a file that can be read alone; names are relative to `root`."""
         return tasks_of(file, root)
 
     def streamed(self, **dealt: Any) -> Streamed:
-        """The stream of a source's rows; `dealt` are the fields of any `Streamed`."""
+        """Return the stream of a source's rows; `dealt` are the fields of any `Streamed`."""
         return StreamedText(columns=self.columns(), **dealt)
 
     def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:
@@ -183,7 +183,7 @@ class HfConfig(TextSourceConfig):
         return Path(os.path.commonpath([file.parent for file in files])), files
 
     def _local_files(self, own: str | None) -> list[Path]:
-        """Files of this machine: of the training text, or those that `validation` names."""
+        """Return files of this machine: of the training text, or of `validation`."""
         folder = Path(os.path.realpath(self.path))
         if own is not None and own.isidentifier() and not Path(own).exists() and folder.is_dir():
             return files_of_split(folder, own)
@@ -200,5 +200,5 @@ class HfConfig(TextSourceConfig):
 
 
 def is_local(path: str) -> bool:
-    """Whether a path stands for files of this machine: it exists, or can be no name of the hub."""
+    """Whether a path stands for files of this machine: it exists, or cannot be a name of the hub."""
     return Path(path).exists() or any(c in path for c in "*?[") or path.startswith(("/", ".", "~"))

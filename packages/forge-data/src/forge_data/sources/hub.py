@@ -1,4 +1,4 @@
-"""Which files does a data set of the Hugging Face hub have? Imports no torch."""
+"""The files of a data set of the Hugging Face hub. Imports no torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class HubSplit(NamedTuple):
 
 
 def commit_of(asked: HubSplit, revision: str | None) -> str:
-    """The commit that a branch or tag stands for now; None is the main branch.
+    """Return the commit of a branch or tag now; None is the main branch.
 
     Raises:
         DataError: the hub cannot be reached, or has no such data set or revision.
@@ -64,7 +64,7 @@ def commit_of(asked: HubSplit, revision: str | None) -> str:
 
 
 def files_of(asked: HubSplit, commit: str) -> list[HubFile]:
-    """The files of a split, as `datasets` finds them: by the card of the data set, or by their names.
+    """Return the files of a split, as `datasets` finds them: by the card of the data set, or by their names.
 
     Raises:
         DataError: the hub cannot be reached, there is no such subset or split, or its files are of a kind
@@ -104,7 +104,7 @@ def files_of(asked: HubSplit, commit: str) -> list[HubFile]:
 
 
 def tasks_of_split(asked: HubSplit, commit: str, cache: Path) -> tuple[Task, ...]:
-    """The parts of all files of a split; found out once a machine and commit, and kept in the cache.
+    """Return the parts of all files of a split; found once a machine and commit, and kept in the cache.
 
     Raises:
         DataError: see `files_of`; or the cache cannot be written.
@@ -156,15 +156,15 @@ def _keep(path: Path, tasks: tuple[Task, ...]) -> None:
 
 
 def downloaded(asked: HubSplit, revision: str | None = None, only: list[HubFile] | None = None) -> list[Path]:
-    """The arrow files of a split, which `datasets` keeps in its own cache.
+    """Return the arrow files of a split, which `datasets` keeps in its own cache.
 
     Args:
         asked: the split.
         revision: a branch, tag or commit; None is the main branch.
-        only: the files of the split, where the others of the data set are not to be downloaded.
+        only: the files to download, if not all of the data set.
 
     Raises:
-        DataError: it cannot be reached, and is not in the cache; names the data sets that are.
+        DataError: the data set can neither be reached nor is in the cache; names the data sets that are.
     """
 
     def ask() -> list[Path]:
@@ -197,7 +197,7 @@ def _asked(asked: HubSplit, ask: Callable[[], T]) -> T:
 
 
 def _alternatives() -> str:
-    """The datasets in the cache that could be read instead."""
+    """Return the data sets in the cache that could be read instead."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     folder = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
     names = {entry.name.replace("___", "/") for entry in folder.glob("*") if entry.is_dir()}

@@ -1,4 +1,4 @@
-"""How are items of samples read that are no text, such as images? Imports no torch."""
+"""How items of samples that are no text, such as images, are read. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class Size(NamedTuple):
-    """Of an item, as its header says.
+    """The size of an item, from its header.
 
     Attributes:
-        frames: 1 for an image.
+        frames: number of frames; 1 for an image.
         height: in pixels.
         width: in pixels.
     """
@@ -23,12 +23,12 @@ class Size(NamedTuple):
 
 
 class ItemReader(Protocol):
-    """What a model makes of items. A source that has items takes it from `Opening.items`. It pickles small.
+    """Reads items for a model. A source with items takes it from `Opening.items`. It pickles small.
 
     Attributes:
-        digest: names all that decides what is made of an item; it belongs into `Packing.digest`.
-        host: names of arrays that stay in the memory of the host.
-        tokens_beside: room for visual tokens of a sequence beside its text; 0 where they stand in the text.
+        digest: names everything that its results depend on; part of `Packing.digest`.
+        host: names of arrays that stay in host memory.
+        tokens_beside: number of visual tokens of a sequence beside its text; 0 if they stand in the text.
     """
 
     digest: str
@@ -37,11 +37,11 @@ class ItemReader(Protocol):
 
     @property
     def ragged(self) -> Mapping[str, np.ndarray]:
-        """By name, an array [0, ...] of the dtype and shape of the rows of each array of `read`."""
+        """For each array of `read`, by name, an array [0, ...] of the dtype and shape of its rows."""
         ...
 
     def measure(self, raw: bytes) -> Size:
-        """The size of an item, from the header of its file.
+        """Return the size of an item, from the header of its file.
 
         Raises:
             ValueError: the header is damaged, or of an unknown format.
@@ -49,15 +49,15 @@ class ItemReader(Protocol):
         ...
 
     def layout(self, size: Size) -> list[str | int]:
-        """What stands for an item of this size in the text: texts, and numbers of places in a run."""
+        """Return what stands for an item of this size in the text: texts, and numbers of places in a row."""
         ...
 
     def visual_tokens(self, size: Size) -> int:
-        """How many tokens the model makes of an item of this size, wherever they stand."""
+        """Return the number of tokens of an item of this size, wherever they stand."""
         ...
 
     def read(self, raw: bytes, size: Size) -> dict[str, np.ndarray]:
-        """The arrays of an item by name, those of `Packing.ragged`: [rows, ...].
+        """Return the arrays of an item by name, those of `Packing.ragged`: [rows, ...].
 
         Raises:
             ValueError: the item is damaged, or has another size.
@@ -71,11 +71,11 @@ class ItemReader(Protocol):
         doc_ids: np.ndarray,
         prompt: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """Further inputs of the model for a sequence, by the names of `Packing.extra`: [...].
+        """Return further inputs of the model for a sequence, by the names of `Packing.extra`: [...].
 
         Args:
             places: [T] int64, 0 for text, else 1 + the number of the place in the sequence.
-            sizes: of the items of the sequence, in their order.
+            sizes: sizes of the items of the sequence, in their order.
             doc_ids: [T] int64, the sample of each token, counted within the sequence; -1 for padding.
             prompt: [T] bool, the tokens before the first target of their sample; absent means none.
         """

@@ -1,4 +1,4 @@
-"""How is a file of the hub opened, and what happens when the hub does not answer? Imports no torch."""
+"""How files of the hub are opened, and retried when the hub does not answer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a data set at one commit, with what readers use of a `Path`. It pickles small.
+    """A file of a data set at one commit, with the methods of `Path` that readers use. It pickles small.
 
     Attributes:
         data_set: the name of the data set.
         commit: its revision; the content of a file never changes within one.
-        path: within the repository.
+        path: path within the repository.
         size: in bytes.
     """
 
@@ -59,17 +59,17 @@ class HubFile:
         return PurePosixPath(self.path).suffix
 
     def open(self, ahead: bool = True) -> IO[bytes]:
-        """The file for reading, by requests of ranges of bytes.
+        """Open the file for reading, by requests of byte ranges.
 
         Args:
-            ahead: read blocks; else only what is asked for.
+            ahead: read whole blocks; else only the requested bytes.
         """
         ranges = _Ranges(self)
         return io.BufferedReader(ranges, BLOCK_BYTES) if ahead else cast(IO[bytes], ranges)
 
 
 class _Ranges(io.RawIOBase):
-    """A file of the hub, each read of which is one request."""
+    """A file of the hub; each read is one request."""
 
     def __init__(self, file: HubFile) -> None:
         self._file, self._place = file, 0
@@ -99,10 +99,10 @@ class _Ranges(io.RawIOBase):
 
 
 def _fetch(file: HubFile, start: int, stop: int) -> bytes:
-    """Some bytes of a file.
+    """Return some bytes of a file.
 
     Raises:
-        OSError: fewer came, or those of a file of another size.
+        OSError: fewer bytes came, or bytes of a file of another size.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
@@ -117,7 +117,7 @@ def _fetch(file: HubFile, start: int, stop: int) -> bytes:
 
 
 def may_pass(file: Path | HubFile, error: BaseException) -> bool:
-    """Whether a read of the hub that failed is worth another try; nothing of this machine is."""
+    """Whether to retry a failed read; true for some errors of the hub, never for files of this machine."""
     if not isinstance(file, HubFile) or isinstance(error, FileNotFoundError | gzip.BadGzipFile):
         return False
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -127,7 +127,7 @@ def may_pass(file: Path | HubFile, error: BaseException) -> bool:
 
 
 def patiently(file: Path | HubFile, read: Callable[[], T]) -> T:
-    """What `read` returns; a read of the hub that fails is begun anew until `PATIENCE_S` have gone by.
+    """Return the result of `read`; a failing read of the hub is retried for `PATIENCE_S`.
 
     Raises:
         DataError: the hub has not answered for so long.
@@ -153,5 +153,5 @@ def patiently(file: Path | HubFile, read: Callable[[], T]) -> T:
 
 
 def said_by(error: BaseException) -> str:
-    """An error in a line."""
+    """Return an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,7 +1,7 @@
-"""Files whose blocks carry digests: hashed while they are written, checked when a block is first read.
+"""Files with digests of their blocks: hashed while they are written, checked when a block is first read.
 
-The list of the xxh3-64 digests of the blocks of a file lies beside it; who keeps the file keeps the digest of
-that list.
+The list of the xxh3-64 digests of the blocks of a file lies beside it; the owner of the file keeps the digest
+of that list.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ class Part(Config):
 
 
 class VerifiedFile:
-    """A memory-mapped file whose blocks are compared with their digests when they are first touched.
+    """A memory-mapped file whose blocks are compared with their digests at their first access.
 
     Attributes:
         values: the whole file as an array, unchecked.
 
     Raises:
-        DataError: it is missing, cannot be mapped or has another size, or its digests are not those that were
-            written.
+        DataError: it is missing, cannot be mapped or has another size, or the list of digests has changed.
     """
 
     def __init__(self, path: Path, part: Part, dtype: np.dtype[Any]) -> None:
@@ -65,12 +64,12 @@ class VerifiedFile:
         self._rows: tuple[int, np.ndarray] = (0, self.values)
 
     def _forget(self) -> None:
-        """No block has been checked."""
+        """Note that no block has been checked."""
         self._seen = np.zeros(len(self._digests), dtype=np.bool_)
         self._unseen = len(self._digests)
 
     def require_size(self) -> None:
-        """See that the file still has its size: touching memory behind its end kills the process.
+        """Check that the file still has its size: reading memory beyond its end kills the process.
 
         Raises:
             DataError: it is shorter or longer.
@@ -84,10 +83,10 @@ class VerifiedFile:
             )
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """[n, length] values from each start on.
+        """Return [n, length] values from each start on.
 
         Raises:
-            DataError: a block that holds one of them is damaged.
+            DataError: a block of these values is damaged.
         """
         if self._unseen:
             self._verify_rows(starts, length)
@@ -96,10 +95,10 @@ class VerifiedFile:
         return self._rows[1][starts]
 
     def copy_runs(self, starts: np.ndarray, lengths: np.ndarray, out: np.ndarray, places: np.ndarray) -> None:
-        """Copy values into `out`, one-dimensional, of any dtype: so many from each start on, to each place.
+        """Copy runs of values into `out`, one-dimensional, of any dtype: each from its start to its place.
 
         Raises:
-            DataError: a block that holds one of them is damaged.
+            DataError: a block of these values is damaged.
         """
         if self._unseen and len(starts):
             self._verify_rows(starts, lengths)
@@ -108,7 +107,7 @@ class VerifiedFile:
             out[place : place + length] = values[start : start + length]
 
     def _verify_rows(self, starts: np.ndarray, length: int | np.ndarray) -> None:
-        """Check the blocks below rows that no row has touched before; a row has at least its two ends."""
+        """Check the blocks of rows that have not been checked; a row has at least its two ends."""
         width = self.values.itemsize
         first = starts * width // BLOCK_BYTES
         last = ((starts + length) * width - 1) // BLOCK_BYTES
@@ -119,7 +118,7 @@ class VerifiedFile:
                 self._verify_blocks(begin, end)
 
     def verify(self) -> None:
-        """Compare all blocks with their digests, whether they were before or not.
+        """Compare all blocks with their digests, checked ones too.
 
         Raises:
             DataError: names the first block that is damaged.
@@ -149,7 +148,7 @@ def _open(path: Path) -> int:
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """What the file system refuses, as an error that names the file."""
+    """A context that turns errors of the file system into errors that name the file."""
     try:
         yield
     except FileNotFoundError:
@@ -172,8 +171,8 @@ class HashedFile:
     """A file that is hashed block by block while it is written; the digests are written beside it.
 
     Args:
-        path: of the file.
-        kept: so many bytes of the file that is there stay, and are hashed again.
+        path: the file.
+        kept: number of bytes of the existing file that stay, and are hashed again.
     """
 
     def __init__(self, path: Path, kept: int = 0) -> None:
@@ -199,7 +198,7 @@ class HashedFile:
         self._hash_next(view)
 
     def sync(self) -> int:
-        """Bring what was written so far to the disk; returns how many bytes that are."""
+        """Bring all written bytes to the disk; returns their number."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._bytes
@@ -231,7 +230,7 @@ class HashedFile:
         return Part(bytes=self._bytes, digest=xxhash.xxh3_128_hexdigest(raw))
 
     def abandon(self) -> None:
-        """Close the file; what could not be written does not matter any more."""
+        """Close the file; write errors no longer matter."""
         with contextlib.suppress(OSError):
             self._file.close()
 

@@ -1,4 +1,4 @@
-"""Token folders of other projects whose `index.json` names the files: litData chunks and MosaicML MDS."""
+"""Token folders of other projects with an `index.json` of their files: litData chunks and MosaicML MDS."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Chunk(NamedTuple):
     """Tokens of one file.
 
     Attributes:
-        path: of it.
+        path: the file.
         tokens: [n] integers.
-        doc_ends: [documents] int64 where the file says them; else None.
-        targets: [n] bool where the file says which tokens are targets; else None.
+        doc_ends: [documents] int64 if the file has them; else None.
+        targets: [n] bool if the file says which tokens are targets; else None.
     """
 
     path: Path
@@ -46,14 +46,14 @@ class Chunk(NamedTuple):
 
 
 def read_chunks(folder: Path, dtype: str | None = None) -> Iterator[Chunk]:
-    """The files that the `index.json` of a folder names, in its order.
+    """Read the files of the `index.json` of a folder, in its order.
 
     Args:
-        folder: that holds them.
-        dtype: of MDS columns of raw bytes, which do not say it; must not contradict what a file says.
+        folder: the folder.
+        dtype: dtype of MDS columns of raw bytes, which do not say it; must not contradict a file.
 
     Raises:
-        DataError: the folder is neither of both, a file is damaged, or the dtype is unknown.
+        DataError: the folder has neither format, a file is damaged, or the dtype is unknown.
 
     Source: litdata `streaming/writer.py` and `item_loader.py`; mosaicml-streaming `base/format/mds`.
     """

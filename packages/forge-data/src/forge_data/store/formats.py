@@ -35,8 +35,8 @@ class Foreign(NamedTuple):
 
     Attributes:
         tokens: [n] integers, mapped from the file.
-        doc_ends: [documents] int64 where the file says them; else None.
-        targets: [n] bool where the file says which tokens are targets; else None.
+        doc_ends: [documents] int64 if the file has them; else None.
+        targets: [n] bool if the file says which tokens are targets; else None.
     """
 
     tokens: np.ndarray
@@ -49,10 +49,10 @@ def read_foreign(path: Path, dtype: str | None = None) -> Foreign:
 
     Args:
         path: the file that holds the tokens.
-        dtype: of raw numbers, little-endian; must not contradict what the file says itself.
+        dtype: dtype of raw numbers, little-endian; must not contradict the file.
 
     Raises:
-        DataError: the file is missing or damaged, or does not say its dtype and neither does `dtype`.
+        DataError: the file is missing or damaged, or neither it nor `dtype` states the dtype.
 
     Source: megatron-core `indexed_dataset.py`; datatrove `DocumentTokenizer` files; NumPy `.npy`.
     """
@@ -169,17 +169,17 @@ def import_tokens(
 ) -> TokenStore:
     """Write token files of other projects, one after the other, as a store.
 
-    Where a file does not say its documents, each ends after the end-of-document token, and with the file.
+    If a file does not mark its documents, each ends after the end-of-document token, and with the file.
 
     Args:
         files: see `read_foreign`; folders with an `index.json`: see `read_chunks`, with a `metadata.yaml`:
             see `read_tatm`.
         out: folder of the store; must not exist.
-        tokenizer: what the tokens were made with; no id may lie outside of it.
-        dtype: of raw numbers.
+        tokenizer: the tokenizer of the tokens; no id may be outside of its vocabulary.
+        dtype: dtype of raw numbers.
 
     Raises:
-        DataError: `out` exists, a file cannot be read, or an id lies outside the vocabulary.
+        DataError: `out` exists, a file cannot be read, or an id is outside the vocabulary.
     """
     if out.exists():
         raise DataError(f"{out} exists already; remove it or choose another folder")
@@ -223,7 +223,7 @@ def _ends_of(tokens: np.ndarray, eos_id: int) -> np.ndarray:
 
 
 def _portions(ends: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Where some documents begin and their lengths, some millions of tokens at a time."""
+    """Yield starts and lengths of documents, some millions of tokens at a time."""
     first = begin = 0
     while first < len(ends):
         last = max(first + 1, int(np.searchsorted(ends, begin + CHUNK, side="right")))

@@ -1,4 +1,4 @@
-"""A run of documents of a token store as a store of its own. Imports no torch."""
+"""A range of documents of a token store as a store of its own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from forge_data.store.tokens import CHUNK, TokenStore
 
 
 class StorePart(TokenStore):
-    """The documents from one on and before another. Tokens and documents are counted from its own start.
+    """A range of documents. Tokens and documents are counted from its own start.
 
     Args:
         whole: the store; nothing of it is copied.
         first: the first document.
-        end: the one behind the last.
+        end: the document after the last.
     """
 
     def __init__(self, whole: TokenStore, first: int, end: int) -> None:
@@ -75,7 +75,7 @@ class StorePart(TokenStore):
 
 
 def held_out_part(store: TokenStore, held_out: float, split: Literal["train", "validation"]) -> StorePart:
-    """The last documents, of at least this part of the tokens, or all before them.
+    """Return the last documents, with at least this fraction of the tokens, or all documents before them.
 
     Raises:
         DataError: the store has one document only, so that one of them would be empty.

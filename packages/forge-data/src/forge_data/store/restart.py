@@ -1,4 +1,4 @@
-"""A store writer that goes on where a process was killed or met an error, with the same bytes."""
+"""A store writer that continues after a kill or an error, with the same bytes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class _Progress(Config):
 
 
 class RestartableWriter(Writer):
-    """Keeps what it wrote beside the place of the store until that is published.
+    """Keeps written data beside the place of the store until the store is published.
 
     Args:
         folder: where the store will be; must not exist.
         vocab_size: decides the dtype.
         tokenizer: digest of the tokenizer.
-        targets: whether it is said of each token if it is a target.
-        work: names what is written; what was kept of other work is written anew.
+        targets: whether the store marks each token as a target or not.
+        work: names the work; data kept from other work are written anew.
 
     Raises:
         DataError: another process writes this store, or has written it.
@@ -77,7 +77,7 @@ class RestartableWriter(Writer):
             self._targets = HashedFile(self._partial / "targets.bin", kept.num_tokens)
 
     def _kept(self) -> _Progress:
-        """What an earlier process has brought to the disk of the same work."""
+        """Return what an earlier process has written of the same work."""
         nothing = _Progress(work=self._done.work)
         try:
             kept = msgspec.json.decode((self._partial / "progress.json").read_bytes(), type=_Progress)
@@ -89,7 +89,7 @@ class RestartableWriter(Writer):
         return kept if kept.work == nothing.work and is_there else nothing
 
     def task_done(self) -> None:
-        """Count a task whose documents were all added; now and then, bring all to the disk."""
+        """Count a task whose documents were all added; now and then, sync all to the disk."""
         self._done = _Progress(
             work=self._done.work,
             tasks=self._done.tasks + 1,
@@ -101,11 +101,11 @@ class RestartableWriter(Writer):
             self._commit()
 
     def forget(self) -> None:
-        """What was written is worth nothing: an error removes it."""
+        """Discard the written data: an error removes them."""
         self._done = _Progress(work=self._done.work)
 
     def _commit(self) -> None:
-        """Bring the tasks that are done to the disk, and say there that they are."""
+        """Sync the finished tasks to the disk, and record there that they are finished."""
         with self._explained():
             for file in [self._tokens, self._docs] + ([self._targets] if self._targets is not None else []):
                 file.sync()

@@ -1,4 +1,4 @@
-"""Folders of raw tokens whose `metadata.yaml` or `metadata.json` says what they are, as tatm writes.
+"""Folders of raw tokens described by a `metadata.yaml` or `metadata.json`, as tatm writes them.
 
 Source: tatm (KempnerInstitute) `tokenizer/metadata.py`, `tokenizer/engine.py` and `data/metadata.py`;
 KempnerForge reads the same folders.
@@ -25,25 +25,25 @@ SECTION = "tokenized_info"
 
 
 def metadata_of(folder: Path) -> Path | None:
-    """The file that describes the tokens of a folder; None where none is there."""
+    """Return the file that describes the tokens of a folder; None if there is none."""
     return next((folder / name for name in NAMES if (folder / name).is_file()), None)
 
 
 def read_tatm(
     metadata: Path, tokenizer: Tokenizer, dtype: str | None, open_file: Callable[[Path, str], Any]
 ) -> Iterator[Chunk]:
-    """The files that a metadata file describes, in the order of their names; zeros at an end are left out.
+    """Read the files that a metadata file describes, in the order of their names, without zeros at the end.
 
-    tatm reserves each file in full before it writes tokens, so that what it did not fill stays zero.
+    tatm reserves each file in full before it writes tokens, so that its unused part stays zero.
 
     Args:
-        metadata: that file.
-        tokenizer: that the tokens are said to be made with.
+        metadata: the metadata file.
+        tokenizer: the tokenizer that the user states.
         dtype: stated by the user; must not contradict the file.
         open_file: opens a token file of a dtype (`read_foreign`).
 
     Raises:
-        DataError: it says too little, contradicts what is stated, or names files that are not there.
+        DataError: it says too little, contradicts the user, or names files that are not there.
     """
     told = _section(metadata)
     stated = told.get("dtype", "uint16")
@@ -68,7 +68,7 @@ def read_tatm(
 
 
 def _files(metadata: Path, told: dict[str, Any]) -> list[Path]:
-    """A prefix is where the folder was when it was written: its last part holds wherever it lies."""
+    """Return the token files. Only the last part of the recorded prefix counts: the folder may have moved."""
     prefix, ending = Path(str(told.get("file_prefix") or "")).name, told.get("file_extension")
     for kind in (ending,) if ending else ("bin", "npy"):
         if files := sorted(metadata.parent.glob(f"{prefix}*.{kind}")):
@@ -80,7 +80,7 @@ def _files(metadata: Path, told: dict[str, Any]) -> list[Path]:
 
 
 def _filled(path: Path, tokens: np.ndarray) -> int:
-    """The number of tokens up to the last that is not zero."""
+    """Return the number of tokens up to the last that is not zero."""
     end = len(tokens)
     while end and not tokens[max(0, end - CHUNK) : end].any():
         end = max(0, end - CHUNK)
@@ -104,7 +104,7 @@ def _section(metadata: Path) -> dict[str, Any]:
 
 
 def _yaml_section(metadata: Path, text: str) -> dict[str, str] | None:
-    """The keys of one section: a plain value a line, which is all that tatm writes there."""
+    """Return the keys of one section: a plain value a line, as tatm writes them."""
     lines = text.splitlines()
     begin = next((row for row, line in enumerate(lines) if line.startswith(f"{SECTION}:")), None)
     if begin is None:

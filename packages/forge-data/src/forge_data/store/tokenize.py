@@ -1,4 +1,4 @@
-"""From files of text to a token store, with several processes and the same bytes whatever their number."""
+"""From files of text to a token store, by several processes, with the same bytes for any number."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ SAID_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Held:
-    """Which documents belong to a split, decided by their names.
+    """The documents of a split, chosen by their names.
 
     Attributes:
         split: `validation` takes the held-out documents, `train` the others.
-        fraction: how many are held out.
+        fraction: fraction of documents that is held out.
     """
 
     split: Literal["train", "validation"] = "train"
@@ -62,11 +62,11 @@ class Held:
         return (place(name) < self.fraction) == (self.split == "validation")
 
     def takes_none_of(self, places: Sequence[float], what: str = "document") -> DataError:
-        """What to raise where the split takes none of the documents.
+        """Return the error for a split without any document.
 
         Args:
-            places: of the documents that there are.
-            what: they are called.
+            places: places of the documents that there are.
+            what: their name in the message.
         """
         held_out, number = f"held_out = {self.fraction:g}", len(places)
         if self.split == "train":
@@ -86,7 +86,7 @@ class Held:
 
 
 def place(name: str) -> float:
-    """Where a document lies in [0, 1), by its name: below `held_out`, it is for validation."""
+    """Return the place of a document in [0, 1), by its name: below `held_out`, it is for validation."""
     return key("held-out", name) / 2**64
 
 
@@ -105,12 +105,12 @@ Progress = Callable[[int, int], None]
 
 
 class Making(NamedTuple):
-    """How the text of a source becomes tokens; the tokens do not depend on it.
+    """How the text of a source is tokenized; the tokens do not depend on it.
 
     Attributes:
         workers: processes; 0 is one for each core that this process may use, or one alone for little text.
-        on_progress: told how far it is, after each part of a file.
-        contents: the digests of files that were read already; grows. None keeps none.
+        on_progress: receives the progress after each part of a file.
+        contents: digests of files that were read already; grows. None keeps none.
     """
 
     workers: int = 1
@@ -118,7 +118,7 @@ class Making(NamedTuple):
     contents: dict[Path, str] | None = None
 
     def saying(self, what: str) -> Progress:
-        """`on_progress`, and lines on standard error now and then."""
+        """Return `on_progress`, combined with lines on standard error now and then."""
         say = say_progress(what)
 
         def told(done: int, total: int) -> None:
@@ -134,7 +134,7 @@ ALONE = Making()
 
 
 def say_progress(what: str) -> Progress:
-    """Writes lines on standard error, now and then."""
+    """Return a function that writes progress on standard error now and then."""
     last = time.monotonic()
 
     def show(done: int, total: int) -> None:
@@ -147,7 +147,7 @@ def say_progress(what: str) -> Progress:
 
 
 def cores() -> int:
-    """Those this process may use, which on a cluster are fewer than the machine has."""
+    """Return the cores this process may use, which on a cluster are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -170,15 +170,15 @@ def tokenize_files(
     Args:
         files: .jsonl (also .gz and .zst), .parquet and .arrow hold a document a row; others are one.
         out: folder of the store; must not exist.
-        tokenizer: of the text.
+        tokenizer: tokenizer of the text.
         root: names of documents are relative to this.
-        columns: which parts of a row make a document; absent means the column `text`.
-        held: which documents are taken; all when absent.
-        workers: processes; 0 is as many as `Making` says. The result does not depend on it.
-        on_progress: told how far it is.
-        restart: keep what was written when this process is killed, and go on from there the next time.
-        seen: what `states_of` said of the files when `out` was named after them; absent is now.
-        what: is tokenized, for the line that says what was read.
+        columns: the parts of a row that make a document; absent means the column `text`.
+        held: the documents to take; absent means all.
+        workers: processes; 0 is as in `Making`. The result does not depend on it.
+        on_progress: receives the progress.
+        restart: keep the written data if this process is killed, and continue from there the next time.
+        seen: result of `states_of` when `out` was named after the files; absent means now.
+        what: what is tokenized, for the summary.
 
     Raises:
         DataError: `out` exists, a row has no text, no document is left, or a file has changed meanwhile.
@@ -219,7 +219,7 @@ def tokenize_files(
 
 
 def states_of(files: Sequence[Path]) -> list[tuple[int, int]]:
-    """Size and time of the last change, in ns, of each file.
+    """Return size and modification time, in ns, of each file.
 
     Raises:
         DataError: one is gone.
@@ -276,7 +276,7 @@ def _nothing(tasks: Iterable[Task], columns: Columns, tokenizer: Tokenizer, held
 def in_order(
     work: Callable[[Task], Done], tasks: Iterable[Task], workers: int
 ) -> Iterator[tuple[Task, Done]]:
-    """Tasks and what becomes of them in this process, or in several; in order, few waiting at a time.
+    """Yield tasks and their results, computed here or by several processes; in order, few waiting at a time.
 
     Raises:
         DataError: a process died.
@@ -312,7 +312,7 @@ def in_order(
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Processes that start meanwhile do not run the script again that is running here.
+    """A context in which new processes do not run the main script again.
 
     It may have no `__main__` guard, and would wait for the lock that this process holds.
     """
@@ -327,7 +327,7 @@ def _without_main() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """In a process of the pool: end when the one that asks has died, rather than wait for it for ever."""
+    """End this process of the pool when its parent has died, instead of waiting for it for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -342,9 +342,9 @@ _built: dict[TokenizerConfig, Tokenizer] = {}
 
 
 class _Done(NamedTuple):
-    """Ids of the documents of a task, one after the other; their lengths; which ids are targets, if asked.
+    """Ids of the documents of a task, concatenated; their lengths; which ids are targets, if asked.
 
-    And how many rows have no text.
+    And the number of rows without text.
     """
 
     tokens: np.ndarray

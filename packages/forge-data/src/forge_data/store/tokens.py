@@ -1,7 +1,7 @@
-"""Token stores: a folder with `tokens.bin`, `docs.idx` and a manifest that says what they are and must be.
+"""Token stores: a folder with `tokens.bin`, `docs.idx` and a manifest with their contents and digests.
 
 `tokens.bin` holds little-endian ids, `docs.idx` the uint64 index at which each document ends, its end token
-included, and `targets.bin`, where some tokens are no targets, a byte for each token: 1 if it is one. Beside
+included, and `targets.bin`, if some tokens are no targets, a byte for each token: 1 if it is one. Beside
 each lies the list of the digests of its blocks (see `forge_data.store.blocks`).
 """
 
@@ -69,18 +69,18 @@ class Manifest(Config):
 
 
 class TokenStore:
-    """A store opened for reading; nothing is read before it is asked for.
+    """A store opened for reading; data are read on demand.
 
     Attributes:
-        folder: where it is.
-        manifest: what it holds.
+        folder: its folder.
+        manifest: its manifest.
     """
 
     def __init__(self, folder: Path | str) -> None:
         """Open a store.
 
         Raises:
-            DataError: it is missing, of another format, or a file has not the size the manifest says.
+            DataError: it is missing, of another format, or a file does not have the size of the manifest.
         """
         self.folder = Path(folder)
         self.manifest = _read_manifest(self.folder)
@@ -101,7 +101,7 @@ class TokenStore:
         return self.manifest.num_tokens
 
     def require_files(self) -> None:
-        """See that the files still have their size: touching what is gone would kill the process.
+        """Check that the files still have their size: reading memory beyond their end would kill the process.
 
         Raises:
             DataError: one is shorter or longer than it was.
@@ -112,11 +112,11 @@ class TokenStore:
             self._targets.require_size()
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Some ids, from blocks that match their digests; each block is checked when it is first touched.
+        """Return ids from verified blocks; each block is checked at its first access.
 
         Args:
             starts: [n] int64, the first token of each row.
-            length: of each row.
+            length: length of each row.
 
         Returns:
             [n, length] in the dtype of the store.
@@ -141,7 +141,7 @@ class TokenStore:
         self._tokens.copy_runs(starts, lengths, out, places)
 
     def no_targets(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Rows and columns, two [k] int64, of the ids of `read` that are no targets; None if all ever are.
+        """Return rows and columns, two [k] int64, of the ids of `read` that are no targets; None if all are.
 
         Raises:
             DataError: names the store and the block that is damaged.
@@ -154,7 +154,7 @@ class TokenStore:
     def copy_targets(
         self, starts: np.ndarray, lengths: np.ndarray, out: np.ndarray, places: np.ndarray
     ) -> bool:
-        """The same of whether each id is a target, 1 or 0; False, and nothing copied, if all ever are.
+        """Copy for each id of `copy_runs` whether it is a target, 1 or 0; False, and no copy, if all are.
 
         Raises:
             DataError: names the store and the block that is damaged.
@@ -165,7 +165,7 @@ class TokenStore:
         return True
 
     def require_targets(self) -> None:
-        """See that some token is a target.
+        """Check that some token is a target.
 
         Raises:
             DataError: none is, so that nothing can be learned from this store.
@@ -208,7 +208,7 @@ class TokenStore:
                 )
 
     def _verify_documents(self) -> None:
-        """Ends rise strictly from above 0 to the number of tokens."""
+        """Check that ends rise strictly from above 0 to the number of tokens."""
         last = 0
         for start in range(0, len(self.doc_ends), CHUNK):
             ends = self.doc_ends[start : start + CHUNK]
@@ -253,18 +253,18 @@ def store_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 
 class Writer:
-    """Context manager that writes a store beside its place and publishes it by one rename when all went well.
+    """Context manager that writes a store beside its place and publishes it by one rename on success.
 
     Args:
         folder: where the store will be; must not exist.
         vocab_size: decides the dtype.
         tokenizer: digest of the tokenizer.
-        targets: whether it is said of each token if it is a target.
+        targets: whether the store marks each token as a target or not.
 
     Attributes:
         num_tokens: ids written so far.
         num_docs: documents written so far.
-        tasks: parts of the text of which all documents were written by an earlier process.
+        tasks: parts of the text whose documents were all written by an earlier process.
     """
 
     tasks = 0
@@ -302,7 +302,7 @@ class Writer:
             ) from error
 
     def _sweep(self) -> None:
-        """Remove what killed processes of this host left of this store, an hour after their last write."""
+        """Remove files of this store left by killed processes of this host, an hour after their last write."""
         own = f".{self.folder.name}.{platform.node()}."
         for left in self.folder.parent.glob(f"{glob.escape(own)}*"):
             pid = left.name[len(own) :].partition(".")[0]
@@ -320,8 +320,8 @@ class Writer:
         """Append whole documents.
 
         Args:
-            tokens: the ids of all of them, one after the other.
-            doc_lengths: how many ids each has, at least one.
+            tokens: the ids of all documents, concatenated.
+            doc_lengths: number of ids of each document, at least one.
             targets: bool for each id, whether it is a target; only for a store with targets.
 
         Raises:
@@ -348,10 +348,10 @@ class Writer:
         self.num_docs += len(ends)
 
     def task_done(self) -> None:
-        """All documents of a part of the text were added."""
+        """Note that all documents of a part of the text were added."""
 
     def forget(self) -> None:
-        """Discard what was written."""
+        """Discard the written data."""
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         try:
@@ -390,7 +390,7 @@ class Writer:
 
 
 def _sync(folder: Path) -> None:
-    """Have a rename survive a power cut."""
+    """Make a rename survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,11 +15,11 @@ from forge_data.tokenizer.tokenizer import Tokenizer, is_named
 def problems(
     folders: Sequence[Path], tokenizer: Tokenizer | None = None
 ) -> Iterator[tuple[Path, str | None]]:
-    """Each store, and what is wrong with it; None where nothing is.
+    """Yield each store and its problem; None if it has none.
 
     Args:
-        folders: of the stores.
-        tokenizer: what they should have been made with; None does not look at it.
+        folders: the stores.
+        tokenizer: the expected tokenizer; None does not check it.
     """
     seen: dict[str, Path] = {}
     for folder in folders:

@@ -1,4 +1,4 @@
-"""How does the chat template of a tokenizer write a conversation, and which of it does the assistant say?
+"""How the chat template of a tokenizer formats a conversation, and which parts are the assistant's.
 
 Templates are rendered as `transformers` renders them (`utils/chat_template_utils.py`).
 """
@@ -29,7 +29,7 @@ class ChatTemplate:
 
     Attributes:
         source: its text.
-        special_tokens: name and text of what it may put in, such as `bos_token`.
+        special_tokens: name and text of the tokens it may insert, such as `bos_token`.
     """
 
     source: str
@@ -41,19 +41,19 @@ class ChatTemplate:
         speaks: Sequence[bool],
         tools: Any = None,
     ) -> tuple[str, Spans]:
-        """The text of a conversation, and where its targets are.
+        """Return the text of a conversation, and the ranges of its targets.
 
-        These are what the template marks with `{% generation %}`. A template without this mark is rendered up
-        to each turn whose text is a target: what the turn adds behind the generation prompt is the target.
+        The template marks targets with `{% generation %}`. A template without this mark is rendered up to
+        each turn that is a target: the text of the turn after the generation prompt is the target.
 
         Args:
             messages: the turns.
             speaks: whether each of them is a target.
-            tools: what the template may list.
+            tools: the tools for the template.
 
         Raises:
-            DataError: the template refuses the conversation, or writes earlier turns otherwise when others
-                follow, so that nothing says which characters a turn adds.
+            DataError: the template refuses the conversation, or formats earlier turns differently when others
+                follow, so that the characters of a turn are unknown.
         """
         text = self._rendered(messages, tools)
         if "endgeneration" in self.source:
@@ -84,7 +84,7 @@ class ChatTemplate:
 
 
 def in_jinja(template: str, bos: str = "") -> str:
-    """A stated template of a turn as a chat template.
+    """Convert the template of a turn into a chat template.
 
     Args:
         template: with `{role}` and `{content}`.
@@ -104,7 +104,7 @@ def in_jinja(template: str, bos: str = "") -> str:
 
 
 def _unmarked(text: str) -> tuple[str, Spans]:
-    """Without the marks, and the places between them."""
+    """Return the text without the marks, and the ranges between them."""
     first, *others = text.split(START)
     plain, spans = first, list[tuple[int, int]]()
     for piece in others:
@@ -162,7 +162,7 @@ def _compiled(source: str) -> Any:
 
 
 def special_tokens_beside(folder: Path) -> dict[str, str]:
-    """The named special tokens of the files beside a `tokenizer.json`.
+    """Return the named special tokens in the files beside a `tokenizer.json`.
 
     Raises:
         DataError: such a file is no JSON object.

@@ -1,4 +1,4 @@
-"""How does a document become ids, and which of them are targets? n tokens."""
+"""How a document becomes ids, and which of them are targets. n tokens."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 def encoded(tokenizer: Tokenizer, document: Document, masks: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    """The ids of a document between those of its beginning and end, and whether each is a target.
+    """Return the ids of a document, beginning and end tokens included, and whether each is a target.
 
-    The text is encoded as a whole. A token that holds at least one character of a target is one, also where
-    it holds characters before it: so does `transformers` (`return_assistant_tokens_mask`).
+    The text is encoded as a whole. A token with at least one character of a target is one, even if it begins
+    before the target, as in `transformers` (`return_assistant_tokens_mask`).
 
     Args:
-        tokenizer: of the text.
-        document: what is encoded.
+        tokenizer: tokenizer of the text.
+        document: the document.
         masks: whether some documents of the same source have parts that are no targets.
 
     Returns:
-        [n] in the dtype of stores, and [n] bool; None where nothing masks.
+        [n] in the dtype of stores, and [n] bool; None if nothing is masked.
 
     Raises:
-        DataError: the tokenizer cannot encode the text, or does not say where its tokens are from.
+        DataError: the tokenizer cannot encode the text, or does not map tokens to characters.
     """
     places = None
     if document.targets is None and not document.spelled:

@@ -1,4 +1,4 @@
-"""How does a `tokenizer.json`, with the files beside it, become a tokenizer? Imports no torch."""
+"""A tokenizer from a `tokenizer.json` and the files beside it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -125,14 +125,14 @@ class HfTokenizer:
 
     @cached_property
     def named_ids(self) -> dict[str, int]:
-        """The ids of the special tokens that the files beside name, such as `bos_token`."""
+        """Return the ids of the special tokens that the files beside it name, such as `bos_token`."""
         found = special_tokens_beside(self.folder).items()
         ids = {name: self._rust.token_to_id(text) for name, text in found}
         return {name: number for name, number in ids.items() if number is not None}
 
     @cached_property
     def added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids that the post-processor puts before and behind a text."""
+        """Return the ids that the post-processor puts before and after a text."""
         if self._rust.post_processor is None:
             return (), ()
         for text in ("a", *self._rust.get_vocab(with_added_tokens=False)):
@@ -170,7 +170,7 @@ class HfTokenizer:
         """See `Tokenizer.encode`.
 
         Raises:
-            DataError: the vocabulary lacks a part of the text, and a token for what is unknown.
+            DataError: the vocabulary lacks a part of the text, and a token for unknown text.
         """
         return np.asarray(self._encoded(self._inner, text).ids, dtype=np.int64)
 
@@ -199,7 +199,7 @@ class HfTokenizer:
 
     @cached_property
     def _of_text(self) -> tuple[Any, Any]:
-        """Tokenizers without control tokens: of the beginning of a text, and of what comes later."""
+        """Tokenizers without control tokens: one for the beginning of a text, one for later text."""
         said = self._inner.to_str()
         later = json.loads(said)
         split = later.get("pre_tokenizer") or {}
@@ -230,9 +230,9 @@ class HfTokenizer:
         return self._inner.decode(tokens, skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray | None:
-        """See `Tokenizer.token_bytes`; known of byte-level BPE and of SentencePiece.
+        """See `Tokenizer.token_bytes`; known for byte-level BPE and for SentencePiece.
 
-        Counted is the text that the tokenizer has normalized: SentencePiece may have put a space before it.
+        It counts normalized text: SentencePiece may have put a space before it.
         """
         said = json.loads(self._inner.to_str())
         decoder = said.get("decoder") or {}
@@ -253,7 +253,7 @@ class HfTokenizer:
 
 
 def _sentencepiece_length(token: str) -> int:
-    """Bytes of a token, of which `<0x0A>` is one, and `\u2581` stands for a space."""
+    """Return the bytes of a token; `<0x0A>` is one byte, and `\u2581` stands for a space."""
     return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else len(token.replace("\u2581", " ").encode())
 
 
@@ -262,20 +262,20 @@ def _file(path: str) -> Path:
 
 
 def generation_beside(folder: Path) -> dict[str, Any]:
-    """How the model of a folder generates: `generation_config.json`, or the ids of `config.json`."""
+    """Return the generation settings of a model folder: `generation_config.json`, or ids of `config.json`."""
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     of_model = {name: value for name, value in read_json(folder / "config.json").items() if name in ids}
     return read_json(folder / "generation_config.json") or of_model
 
 
 def eos_ids(generation: Mapping[str, Any]) -> list[int]:
-    """The ids that end a text, of a `generation_config.json`, which may hold one or several."""
+    """Return the ids that end a text, from a `generation_config.json`, which may hold one or several."""
     said = generation.get("eos_token_id")
     return said if isinstance(said, list) else [] if said is None else [said]
 
 
 def _content(raw: bytes) -> bytes:
-    """What a `tokenizer.json` says, however it is written: other versions of a library save it otherwise."""
+    """Return the content of a `tokenizer.json` in one form: versions of the library save it differently."""
     tree = json.loads(raw)
     for outside in ("truncation", "padding"):
         tree.pop(outside, None)

@@ -53,16 +53,16 @@ def byte_files(eos_id: int, max_tokens: int) -> dict[str, str]:
 
 
 def copied_files(file: Path, eos: str, max_tokens: int, tokenizer: HfTokenizer) -> dict[str, str]:
-    """The files of a tokenizer folder: `tokenizer.json` and its companions.
+    """Return the files of a tokenizer folder: `tokenizer.json` and its companions.
 
-    Where the run begins its documents with other tokens than the post-processor, or that puts a token behind
-    a text, another post-processor does what the run does.
+    If the run begins its documents with other tokens than the post-processor, or the post-processor appends a
+    token, another post-processor replaces it, which does the same as the run.
 
     Args:
         file: the `tokenizer.json`.
         eos: the end-of-document token of the run.
-        max_tokens: of the model.
-        tokenizer: of the run.
+        max_tokens: longest sequence of the model.
+        tokenizer: the tokenizer of the run.
     """
     found = {"tokenizer_config.json": _config(eos, max_tokens)}
     beside = (file.with_name(name) for name in TAKEN_OVER)
@@ -77,7 +77,7 @@ def copied_files(file: Path, eos: str, max_tokens: int, tokenizer: HfTokenizer) 
 
 
 def _beginning(bos: dict[str, int]) -> dict[str, Any]:
-    """A post-processor that puts tokens before a text, as JSON."""
+    """Return a post-processor that puts tokens before a text, as JSON."""
     single = [{"SpecialToken": {"id": text, "type_id": 0}} for text in bos]
     single += [{"Sequence": {"id": "A", "type_id": 0}}]
     return {
@@ -99,7 +99,7 @@ def _config(eos: str, max_tokens: int) -> str:
 
 
 def _letters() -> list[str]:
-    """The printable letter that stands for each byte (GPT-2, openai/gpt-2 encoder.py `bytes_to_unicode`)."""
+    """Return the printable letter for each byte (GPT-2, openai/gpt-2 encoder.py `bytes_to_unicode`)."""
     themselves = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in themselves else next(others)) for byte in range(256)]
