@@ -113,7 +113,7 @@ def _number(text: str, expected: str, least: int = 0) -> int:
 
 
 def _store(options: argparse.Namespace, keep: int = 3) -> Store:
-    """The checkpoints of what was named: a run, or the folder of its checkpoints.
+    """Open the checkpoints of a run, or of its folder of checkpoints.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -139,7 +139,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _steps(store: Store) -> list[int]:
-    """The steps there are checkpoints of; says so if there is none.
+    """Return the steps that have checkpoints; prints a line if there is none.
 
     Raises:
         DamagedError: there were some.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file and see it on the disk."""
+    """Write a file, and sync it to the disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -15,7 +15,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """See a file, or the names in a folder, on the disk."""
+    """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,11 +10,11 @@ class CheckpointError(ForgeError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was written: a digest differs, or a file is missing or too short.
+    """A checkpoint is not as it was written: a digest differs, or a file is missing or too short.
 
     Args:
         path: the file.
-        what: is wrong with it.
+        what: its damage.
     """
 
     def __init__(self, path: Path, what: str) -> None:
@@ -31,4 +31,4 @@ class UnsupportedError(CheckpointError):
 
 
 class LockedError(CheckpointError):
-    """Another process writes to this run; names it, its host, and since when."""
+    """Another process writes to this run; the message names it, its host, and since when."""

@@ -4,8 +4,8 @@
     checkpoints/pin-000001000       see `pins`
     checkpoints/PROGRESS            the highest step ever published
 
-What starts with a dot is not a checkpoint: `.tmp-` is being written or was left by a crash, `.bad-` was found
-damaged, `.old-` could not be read and was written again, `.swap-` is about to become that (and goes back if
+Names with a dot in front are no checkpoints: `.tmp-` is being written or was left by a crash, `.bad-` was
+damaged, `.old-` was unreadable and was written again, `.swap-` is about to become `.old-` (and goes back if
 its step is missing), `.trash-` is being deleted.
 """
 
@@ -37,13 +37,14 @@ _SWAP = re.compile(r"\.swap-(\d{9,})-.*")
 
 
 class Folders:
-    """Begins, publishes, lists, puts aside and removes checkpoints.
+    """Begins, publishes, lists, sets aside and removes checkpoints.
 
     Args:
         root: the folder.
-        lease: the folder of the lease of the run, if there is one: who no longer holds it does not publish.
-        marks: more files that remember the highest step, outside of the folder.
-        epoch: which lease is ours; if None, the newest one now.
+        lease: the folder of the lease of the run, if there is one: a process without the lease cannot
+            publish.
+        marks: further files outside of the folder that record the highest step.
+        epoch: the epoch of our lease; None takes the newest one now.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Folders:
         self._reachable = False
 
     def of(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Return the folder of the checkpoint of a step."""
         return self.root / manifests.step_name(step)
 
     def steps(self) -> list[int]:
@@ -73,7 +74,7 @@ class Folders:
         return sorted(step for step in found if manifests.step_name(step) in names)
 
     def begin(self, step: int) -> Path:
-        """A new folder to write a step into, beside where it will be.
+        """Make a new temporary folder for a step, beside its final place.
 
         Raises:
             OSError: it cannot be made.
@@ -89,8 +90,8 @@ class Folders:
 
         Args:
             temporary: the folder.
-            manifest: what is in it.
-            replaces: whether it takes the place of a checkpoint of its step, which becomes `.old-...`.
+            manifest: its manifest.
+            replaces: whether it replaces a checkpoint of its step, which becomes `.old-...`.
 
         Raises:
             CheckpointError: another process writes to the run now.
@@ -115,7 +116,7 @@ class Folders:
         self._after_commit(manifest.step)
 
     def require_lease(self) -> None:
-        """See that this start still owns the run.
+        """Check that this start still owns the run.
 
         Raises:
             CheckpointError: another process writes to the run now, or its disk is gone.
@@ -129,9 +130,9 @@ class Folders:
         )
 
     def settle(self) -> None:
-        """End what a crash may have left in the middle: a replaced checkpoint goes back, or becomes `.old-`.
+        """Finish an interrupted replacement: the replaced checkpoint goes back, or becomes `.old-`.
 
-        Never raises: what is left is settled later.
+        Never raises: a later call settles the rest.
         """
         try:
             for name in os.listdir(self.root):
@@ -147,7 +148,7 @@ class Folders:
             log.warning("what a save has left in %s is not settled: %s", self.root, error)
 
     def _after_commit(self, step: int) -> None:
-        """What follows is worth a warning, and no reason to call the save failed."""
+        """A context in which an error is a warning, because the save has succeeded."""
         for work in (self._sync, lambda: self._mark(step)):
             try:
                 work()
@@ -155,7 +156,7 @@ class Folders:
                 log.warning("step %d is saved, but: %s", step, error)
 
     def _sync(self) -> None:
-        """See the name of a checkpoint on the disk; the first time, those of the folders around it too."""
+        """Sync the name of a checkpoint to the disk; the first time, the names of its parent folders too."""
         sync(self.root)
         for folder in self.root.absolute().parents if not self._reachable else ():
             with suppress(OSError):  # somebody else made it, or it is of another kind
@@ -176,7 +177,7 @@ class Folders:
                 temporary.unlink(missing_ok=True)
 
     def remember(self, step: int) -> None:
-        """Note that a step was published, if a crash came between that and the note; never raises."""
+        """Record that a step was published, also if a crash prevented that before; never raises."""
         try:
             if self.progress() < step:
                 self._mark(step)
@@ -184,9 +185,9 @@ class Folders:
             log.warning("that there is step %d could not be noted: %s", step, error)
 
     def progress(self) -> int:
-        """The highest step ever published, even if its checkpoint is gone; -1 when there was none.
+        """Return the highest step ever published, even if its checkpoint is gone; -1 if there was none.
 
-        A file that says so and cannot be understood counts as step 0: there was something.
+        A malformed file counts as step 0: there was a checkpoint.
 
         Raises:
             OSError: it cannot be read.
@@ -194,11 +195,11 @@ class Folders:
         return max(step for path in self._marks for step in [_marked(path)])
 
     def marks(self) -> list[Path]:
-        """The files that say that there was a checkpoint."""
+        """Return the files that record that there was a checkpoint."""
         return [path for path in self._marks if path.exists()]
 
     def put_aside(self, step: int, kind: str, reason: object) -> None:
-        """Rename the checkpoint of a step to `.bad-` or `.old-`, so that it is none any more."""
+        """Rename the checkpoint of a step to `.bad-` or `.old-`, so that it is no checkpoint any more."""
         log.warning("step %d is put aside: %s", step, reason)
         os.rename(self.of(step), self.root / f".{kind}-{step:09d}-{secrets.token_hex(4)}")
 
@@ -226,7 +227,7 @@ class Folders:
             shutil.rmtree(trash, ignore_errors=True)
 
     def _to_trash(self, path: Path) -> Path | None:
-        """By a name that nobody else uses: a folder that is published meanwhile is not emptied."""
+        """Rename a folder to a unique name, so that a folder published meanwhile is not emptied."""
         trash = self.root / f".trash-{path.name.lstrip('.')}-{secrets.token_hex(4)}"
         try:
             os.rename(path, trash)
@@ -242,14 +243,14 @@ class Folders:
         known_good_step: int | None = None,
         doubtful: Collection[int] = (),
     ) -> list[int]:
-        """Remove what is no longer kept; the newest that is intact, milestones and pins always stay.
+        """Remove expired checkpoints; the newest intact one, milestones and pins always stay.
 
         Args:
-            keep: newest checkpoints that stay, not counting milestones.
-            stays: whether a step is a milestone; those that were saved as such are, too.
+            keep: number of newest checkpoints that stay, not counting milestones.
+            stays: whether a step is a milestone; checkpoints that were saved as milestones are, too.
             verify: whether intact means that every byte was read and compared, or only manifests and sizes.
-            known_good_step: the newest intact checkpoint of this step or an earlier one stays, too; if None,
-                the step that the newest checkpoint names.
+            known_good_step: the newest intact checkpoint of this step or an earlier one stays, too; None
+                takes the step that the newest checkpoint names.
             doubtful: checkpoints that stay, and do not count.
 
         Returns:
@@ -271,14 +272,14 @@ class Folders:
         return [step for step in passing[:-keep] if step not in needed and self._remove_unpinned(step)]
 
     def _known_good_step(self, steps: Sequence[int]) -> int | None:
-        """The step that the newest checkpoint names as known good."""
+        """Return the step that the newest checkpoint names as known good."""
         for step in steps[::-1]:
             with suppress(CheckpointError):
                 return manifests.read(self.of(step), sizes=False).sound
         return None
 
     def _remove_unpinned(self, step: int) -> bool:
-        """Remove a checkpoint unless it was pinned at this moment; whether it is removed."""
+        """Remove a checkpoint unless it was pinned at this moment; returns whether it is removed."""
         trash = self._to_trash(self.of(step))
         if trash is not None and step in pins(self.root):
             os.rename(trash, self.of(step))
@@ -301,7 +302,7 @@ class Folders:
         return opened
 
     def confirm(self, step: int, names: Sequence[str]) -> str | None:
-        """What is damaged of some files of a checkpoint, as seen from here; None when nothing is."""
+        """Return the damage of some files of a checkpoint, as this rank sees it; None if there is none."""
         from forge_ckpt.shards import verify_file
 
         try:
@@ -316,7 +317,7 @@ class Folders:
         return None
 
     def _down_to_intact(self, steps: Sequence[int], verify: bool) -> tuple[bool, list[int]]:
-        """Whether one is intact; the first that is, and those before it that may be: they cannot be read."""
+        """Return whether one is intact, that one, and newer ones that cannot be read and so may be intact."""
         maybe: list[int] = []
         for step in steps:
             try:
@@ -328,7 +329,7 @@ class Folders:
         return False, maybe
 
     def _is_intact(self, step: int, verify: bool) -> bool:
-        """Whether a checkpoint is not damaged. Raises CheckpointError if that cannot be told now."""
+        """Whether a checkpoint is not damaged. Raises CheckpointError if that cannot be determined now."""
         try:
             if verify:
                 self.verify(step)
@@ -351,13 +352,13 @@ class Folders:
 
 
 def marks_around(root: Path) -> list[Path]:
-    """Where a run with checkpoints in this folder remembers that it had some, outside of it."""
+    """Return the files, outside of this folder, in which a run records that it had checkpoints."""
     run = root.absolute().parent
     return [run / PROGRESS, run.parent / ".progress" / run.name]
 
 
 def _epoch_of(lease: Path | None) -> int:
-    """The start that this process belongs to: the newest one now, not when it saves for the first time."""
+    """Return the epoch of this start: the newest one now, not at its first save."""
     try:
         return newest_epoch(lease) if lease is not None else 0
     except OSError as error:

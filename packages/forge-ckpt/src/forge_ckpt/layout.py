@@ -1,4 +1,4 @@
-"""Boxes: which rank wrote which part of each tensor, and which of them a reader needs. Imports no torch.
+"""Boxes: which rank wrote which part of each tensor, and which parts a reader needs. Imports no torch.
 
 Legend: R ranks, K tensors, B boxes of one tensor, D dims.
 """
@@ -23,7 +23,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     """How one or more tensors of the same shape are cut.
 
     Attributes:
-        ranks: who wrote each box, ascending, each rank at most once.
+        ranks: the writer of each box, ascending, each rank at most once.
         starts: [B][D] index of the first element of each box.
         sizes: [B][D] extents of each box.
     """
@@ -37,8 +37,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor.
 
     Attributes:
-        dtype: as torch names it, e.g. float32.
-        shape: of the whole.
+        dtype: name in torch, e.g. float32.
+        shape: shape of the whole tensor.
         layout: index of its layout.
     """
 
@@ -52,7 +52,7 @@ class Part(msgspec.Struct, frozen=True):
 
     Attributes:
         boxes: start and extents of the different boxes that it wrote.
-        box_of: [K] int32, for each tensor it holds in order of names: 0 for nothing, else 1 + its box.
+        box_of: [K] int32, for each of its tensors in order of names: 0 for nothing, else 1 + its box.
     """
 
     boxes: list[tuple[Shape, Shape]]
@@ -60,11 +60,11 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def part_of(names: Sequence[str], written: Mapping[str, tuple[Shape, Shape]]) -> Part:
-    """The `Part` of a rank.
+    """Return the `Part` of a rank.
 
     Args:
         names: all tensors that it holds, sorted.
-        written: start and extents of what it wrote of some of them.
+        written: start and extents of the boxes it wrote of some of them.
     """
     known: dict[tuple[Shape, Shape], int] = {}
     ids = [known.setdefault(written[name], len(known) + 1) if name in written else 0 for name in names]
@@ -78,8 +78,8 @@ def merge(
 
     Args:
         tables: the different sets of tensors that ranks hold.
-        table_of: [R] which of them each rank holds.
-        parts: [R] what each rank wrote.
+        table_of: [R] the table of each rank.
+        parts: [R] the part that each rank wrote.
 
     Returns:
         All tensors, and the layouts that they refer to.
@@ -122,7 +122,7 @@ def _layout(box_of: np.ndarray, parts: Sequence[Part]) -> Layout:
 
 
 def require_cover(name: str, shape: Shape, layout: Layout) -> None:
-    """See that boxes lie in a tensor, do not overlap, and leave nothing out.
+    """Check that boxes lie in a tensor, do not overlap, and leave nothing out.
 
     Raises:
         CheckpointError: they do not.
@@ -157,14 +157,14 @@ def _overlap(layout: Layout) -> bool:
 
 
 class Cuts:
-    """Layouts of a checkpoint, asked which boxes meet a box; the same question is answered once."""
+    """Finds the boxes of a layout that meet a box; caches the answers."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self._layouts = layouts
         self._answers: dict[tuple[int, Shape, Shape], list[tuple[int, int]]] = {}
 
     def meeting(self, layout: int, start: Shape, size: Shape) -> list[tuple[int, int]]:
-        """Index and rank of each box that shares elements with the box at `start` of extents `size`."""
+        """Return index and rank of each box that overlaps the box at `start` of extents `size`."""
         key = (layout, start, size)
         if key not in self._answers:
             self._answers[key] = self._meeting(self._layouts[layout], start, size)

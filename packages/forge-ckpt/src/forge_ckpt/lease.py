@@ -1,11 +1,11 @@
 """Who may write to a run: a lease in its folder, which one process holds at a time.
 
-    lease/epoch-000000007    who took it: host, process, since when; written once
+    lease/epoch-000000007    the holder: host, process, since when; written once
     lease/beat-000000007     a number that grows while the holder lives
     lease/free-000000007     the holder gave it back
 
 The highest epoch owns the run. An epoch is created by a hard link (by `O_EXCL` where there are none), of
-which only one can succeed on local disks, NFS and Lustre alike; flock is not used. A holder that died is told
+which only one can succeed on local disks, NFS and Lustre alike; flock is not used. A dead holder is detected
 by its process id and start time on the same machine, and by a number that no longer grows on any other.
 """
 
@@ -46,14 +46,14 @@ class Holder:
     """A process that took the lease.
 
     Attributes:
-        host: its name.
+        host: name of its host.
         pid: process id on that host.
         since: when it took the lease, ISO 8601 in UTC.
         job: its SLURM job, if any.
         machine: names the machine until its next boot.
-        namespace: names the container that the process id is counted in.
-        started: when the process started, so that a process id given out again is told apart.
-        nonce: of this attempt.
+        namespace: names the container in which the process id is valid.
+        started: when the process started, which tells it from a later process with the same id.
+        nonce: random number of this attempt.
     """
 
     host: str
@@ -76,7 +76,7 @@ class Holder:
         return cls(platform.node(), pid, since, job, this_machine(), _namespace(), process, nonce)
 
     def is_alive(self) -> bool | None:
-        """Whether the process runs; None when that cannot be told from this machine or container."""
+        """Whether the process runs; None when that cannot be seen from this machine or container."""
         if (self.machine, self.namespace) != (this_machine(), _namespace()):
             return None
         return _process(self.pid) in (self.started, UNKNOWN)
@@ -106,7 +106,7 @@ class Lease:
         self._thread.start()
 
     def is_held(self) -> bool:
-        """Whether nobody else took the run over; asks the disk when this process was stopped for long."""
+        """Whether no other process took the run over; reads the disk if this process was stopped for long."""
         if time.monotonic() - self._seen_s > self._stale_s / 2:
             self._look()
         return not self._lost
@@ -136,7 +136,7 @@ class Lease:
             log.debug("the lease cannot be looked at: %s", error)
 
     def _is_replaced(self) -> bool:
-        """Whether somebody removed the folder, and another process took the same number there."""
+        """Whether somebody removed the folder, and another process took the same epoch there."""
         holder = _read(self.folder, self.epoch)
         return None not in (holder, self._me) and holder != self._me
 
@@ -172,13 +172,13 @@ def take(folder: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> Leas
 
 
 def locked(folder: Path) -> str:
-    """The message for a process that may not write to the run."""
+    """Return the message for a process that may not write to the run."""
     holder = read_holder(folder) or "another process"
     return f"{folder.parent} is being written by {holder}; wait until that ends, or end it"
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """Who holds the lease or held it when it died; None when it is free, or its file cannot be read."""
+    """Return the last holder of the lease, dead or alive; None if it is free, or its file cannot be read."""
     try:
         epoch = newest_epoch(folder)
         return None if not epoch or _is_free(folder, epoch) else _read(folder, epoch)
@@ -187,7 +187,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def newest_epoch(folder: Path) -> int:
-    """The number of the newest lease; 0 when there was none."""
+    """Return the number of the newest lease; 0 when there was none."""
     return max(_epochs(folder), default=0)
 
 
@@ -222,7 +222,7 @@ def _watch(folder: Path, epoch: int, beat_s: float, stale_s: float) -> bool:
 
 
 def _signs(folder: Path, epoch: int) -> tuple[bytes | None, ...]:
-    """What changes while a holder lives. Opening the files makes NFS ask its server."""
+    """Return data that change while a holder lives. Opening the files makes NFS ask its server."""
     return tuple(_bytes(folder / f"{kind}-{epoch:09d}") for kind in ("epoch", "beat"))
 
 
@@ -286,7 +286,7 @@ def _bytes(path: Path) -> bytes | None:
 
 @cache
 def this_machine() -> str:
-    """Names the machine until its next boot."""
+    """Return a name of the machine that holds until its next boot."""
     boot = _bytes(Path("/proc/sys/kernel/random/boot_id"))
     return boot.decode().strip() if boot else f"{platform.node()}-{uuid.getnode():x}"
 
@@ -299,7 +299,7 @@ def _namespace() -> str:
 
 
 def _process(pid: int) -> str | None:
-    """When a process started, in ticks since boot; UNKNOWN where that is hidden; None when it has ended."""
+    """Return the start time of a process in ticks since boot; UNKNOWN if hidden; None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

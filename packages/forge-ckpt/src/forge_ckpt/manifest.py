@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: place and digest of every byte. Imports no torch.
 
-    manifest.json     the root: all tensors, who wrote which box of them, and of each file what it must be
-    rank-00000.json   the index of what a rank wrote: where each tensor starts, the digest of each block
+    manifest.json     the root: all tensors, the ranks that wrote their boxes, and the digest of each index
+    rank-00000.json   the index of a rank's file: where each tensor starts, the digest of each block
     rank-00000.bin    the values
 
 Both kinds of JSON begin with a line that holds the digest of the rest.
@@ -62,8 +62,8 @@ class Snapshot:
 
     Attributes:
         tensors: whole or sharded, by name; ranks may hold different ones.
-        meta: everything else that is one for all ranks, as JSON; that of the first rank is saved.
-        values: plain values by name, as JSON; those of all ranks are put together.
+        meta: everything else that is the same on all ranks, as JSON; that of the first rank is saved.
+        values: plain values by name, as JSON; the values of all ranks are merged.
     """
 
     tensors: Mapping[str, Tensor]
@@ -75,9 +75,9 @@ class File(msgspec.Struct, frozen=True, array_like=True):
     """The values file of one rank.
 
     Attributes:
-        num_bytes: of its values.
-        index_bytes: of its index.
-        index_digest: xxh3-128 of its index.
+        num_bytes: size of the values.
+        index_bytes: size of the index.
+        index_digest: xxh3-128 of the index.
     """
 
     num_bytes: int
@@ -89,9 +89,9 @@ class Index(msgspec.Struct, frozen=True):
     """The index of one rank's values file.
 
     Attributes:
-        block_bytes: size of the blocks of its file that have a digest; the last one may be shorter.
-        digests: xxh3-128 of each block, one after the other, base64.
-        offsets: of each tensor of which it wrote a box, the first byte.
+        block_bytes: size of the blocks of the file that have a digest; the last one may be shorter.
+        digests: xxh3-128 of each block, concatenated, base64.
+        offsets: for each tensor with a box in the file, its first byte.
     """
 
     block_bytes: int
@@ -99,7 +99,7 @@ class Index(msgspec.Struct, frozen=True):
     offsets: dict[str, int]
 
     def blocks(self) -> bytes:
-        """The digests of all blocks, `DIGEST_BYTES` each; nothing if that is not what they are."""
+        """The digests of all blocks, `DIGEST_BYTES` each; empty if they are malformed."""
         try:
             return b64decode(self.digests, validate=True)
         except ValueError:
@@ -113,12 +113,12 @@ class Manifest(msgspec.Struct, frozen=True):
         format: version of this layout of files.
         step: optimizer steps taken.
         torch: version of torch.
-        milestone: it is never pruned.
-        sound: the newest checkpoint that is not of a later step than this is needed as well: the run may go
+        milestone: whether it is never pruned.
+        sound: a step: the newest checkpoint of this step or earlier is kept as well, because the run may go
             back to it.
-        meta: everything that is no tensor and is one for all ranks.
+        meta: everything that is no tensor and is the same on all ranks.
         values: plain values by name, of all ranks together.
-        files: what each rank wrote.
+        files: the files of each rank.
         layouts: how tensors are cut.
         tensors: each tensor by name.
     """
@@ -136,19 +136,19 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def world_size(self) -> int:
-        """Ranks that wrote it."""
+        """Number of ranks that wrote it."""
         return len(self.files)
 
     @property
     def num_bytes(self) -> int:
-        """Of all values."""
+        """Size of all values."""
         return sum(file.num_bytes for file in self.files)
 
     def check(self) -> None:
-        """See that it makes sense, so that nothing is read or made room for that is not there.
+        """Check that it is consistent, so that no missing data are read or allocated for.
 
         Raises:
-            CheckpointError: it does not.
+            CheckpointError: it is not.
         """
         for file in self.files:
             if not (0 <= file.num_bytes <= MAX_FILE_BYTES and 0 <= file.index_bytes <= MAX_INDEX_BYTES):
@@ -173,25 +173,25 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def values_file_name(rank: int) -> str:
-    """The file of the values that a rank wrote."""
+    """Return the name of the values file of a rank."""
     return f"rank-{rank:05d}.bin"
 
 
 def index_file_name(rank: int) -> str:
-    """Name of the index file of a rank."""
+    """Return the name of the index file of a rank."""
     return f"rank-{rank:05d}.json"
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
-    """Of a block: xxh3-128."""
+    """Return the digest of a block: xxh3-128."""
     return xxhash.xxh3_128_digest(data)
 
 
 def encode(struct: Manifest | Index) -> bytes:
-    """As JSON, with its own digest in the first line.
+    """Encode as JSON, with its own digest in the first line.
 
     Raises:
-        CheckpointError: it is larger than what is read again.
+        CheckpointError: it is larger than `read` accepts.
     """
     body = msgspec.json.encode(struct)
     data, most = digest(body).hex().encode() + b"\n" + body, _most_bytes(type(struct))
@@ -207,21 +207,21 @@ def _most_bytes(kind: type[Manifest | Index]) -> int:
 
 
 def encode_digests(digests: list[bytes]) -> str:
-    """As an index holds them."""
+    """Encode digests for an index."""
     return b64encode(b"".join(digests)).decode()
 
 
 def read(folder: Path, sizes: bool = True) -> Manifest:
-    """The manifest of a checkpoint, its digest and the sizes of all files compared.
+    """Read the manifest of a checkpoint, and check its digest and the sizes of all files.
 
     Args:
         folder: named after its step.
-        sizes: look at the files too: two for each rank that wrote.
+        sizes: check the files too: two for each rank that wrote.
 
     Raises:
-        DamagedError: names what is wrong.
+        DamagedError: names the damage.
         UnreadableError: it cannot be read now.
-        UnsupportedError: it is whole, and written by another version or by somebody else.
+        UnsupportedError: it is whole, and written by another version or another program.
     """
     path = folder / NAME
     body = _checked(path)
@@ -245,7 +245,7 @@ def read(folder: Path, sizes: bool = True) -> Manifest:
 
 
 def step_name(step: int) -> str:
-    """The folder of a step."""
+    """Return the name of the folder of a step."""
     return f"step-{step:09d}"
 
 
@@ -270,7 +270,7 @@ def read_index(folder: Path, manifest: Manifest, rank: int) -> Index:
 
 
 def merge_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The plain values of all ranks together.
+    """Merge the plain values of all ranks.
 
     Raises:
         CheckpointError: two of one name differ.
@@ -287,10 +287,10 @@ def merge_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def require_json(values: Mapping[str, Any]) -> None:
-    """See that values come back as what they are, but for tuples, which come back as lists.
+    """Check that values survive JSON unchanged, except tuples, which become lists.
 
     Raises:
-        CheckpointError: JSON cannot hold it.
+        CheckpointError: JSON cannot hold them.
     """
     for key, value in values.items():
         try:
@@ -302,18 +302,18 @@ def require_json(values: Mapping[str, Any]) -> None:
 
 
 def copied(value: Any) -> Any:
-    """A copy of plain values; tuples become lists, as in JSON."""
+    """Return a copy of plain values; tuples become lists, as in JSON."""
     if isinstance(value, Mapping):
         return {key: copied(item) for key, item in value.items()}
     return [copied(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def require_size(path: Path, num_bytes: int) -> None:
-    """See that a file is a plain file of this size.
+    """Check that a file is a plain file of this size.
 
     Raises:
         DamagedError: it is not.
-        UnreadableError: that cannot be told now.
+        UnreadableError: that cannot be determined now.
     """
     try:
         found = path.lstat()
@@ -326,10 +326,10 @@ def require_size(path: Path, num_bytes: int) -> None:
 
 
 def read_file(path: Path, num_bytes: int | None = None, most: int = MAX_BYTES) -> bytes:
-    """All of a plain file that is not too large.
+    """Read all of a plain file that is not too large.
 
     Raises:
-        DamagedError: it is missing, is no plain file, or has not `num_bytes`.
+        DamagedError: it is missing, is no plain file, or does not have `num_bytes`.
         UnreadableError: it cannot be read now.
     """
     try:

@@ -1,7 +1,7 @@
-"""How much host memory may this process still take? Imports no torch.
+"""The host memory that this process may still allocate. Imports no torch.
 
-The least of what the machine has left and what each cgroup around this process leaves, of version 1 or 2.
-What a cgroup uses counts without the page cache that the kernel gives up first, as Kubernetes counts it.
+It is the least of the free memory of the machine and of each cgroup around this process, of version 1 or 2.
+The use of a cgroup counts without the page cache that the kernel gives up first, as Kubernetes counts it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ ROOT = Path("/")
 
 
 def free_memory_bytes(root: Path = ROOT) -> int | None:
-    """Bytes that may still be taken; None if nothing says so.
+    """Return the bytes that may still be allocated; None if the system does not report them.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: the folder of `proc` and `sys`.
     """
     found = [*_of_cgroups(root)]
     with suppress(OSError, ValueError, IndexError):
@@ -41,7 +41,7 @@ def _of_cgroups(root: Path) -> Iterator[int]:
 
 
 def _own(root: Path, controller: str) -> PurePosixPath:
-    """The cgroup of this process, from its root; that itself where it is not told."""
+    """Return the cgroup of this process, from the root of cgroups; the root itself if it is unknown."""
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -51,7 +51,7 @@ def _own(root: Path, controller: str) -> PurePosixPath:
 
 
 def _around(group: PurePosixPath) -> list[PurePosixPath]:
-    """A cgroup and all that it is in, the root too: within a container only that is there."""
+    """Return a cgroup and all that contain it, the root too: a container only has the root."""
     return [group, *group.parents] if group.parts else [group]
 
 
@@ -60,7 +60,7 @@ def _number(path: Path) -> int:
 
 
 def _inactive(folder: Path) -> int:
-    """Page cache that is given up first, of a cgroup and those in it."""
+    """Return the page cache that is given up first, of a cgroup and the cgroups in it."""
     found = {}
     with suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text().splitlines():

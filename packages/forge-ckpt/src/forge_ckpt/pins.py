@@ -1,6 +1,6 @@
-"""Which checkpoints does somebody want to keep? Imports no torch.
+"""The checkpoints that somebody wants to keep. Imports no torch.
 
-checkpoints/pin-000000300    step 300 is not pruned while this file is there
+    checkpoints/pin-000000300    step 300 is not pruned while this file is there
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PIN = re.compile(r"pin-(\d{9,})")
 
 
 def pins(root: Path) -> list[int]:
-    """The steps that are pinned, ascending.
+    """Return the pinned steps, ascending.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -30,7 +30,7 @@ def pins(root: Path) -> list[int]:
 
 
 def pin(root: Path, step: int) -> None:
-    """Keep the checkpoint of a step, whoever prunes.
+    """Pin the checkpoint of a step, so that no process prunes it.
 
     Raises:
         CheckpointError: there is none, or it was removed at this moment.
@@ -47,7 +47,7 @@ def pin(root: Path, step: int) -> None:
 
 
 def unpin(root: Path, step: int) -> None:
-    """Let the checkpoint of a step be pruned again.
+    """Unpin the checkpoint of a step.
 
     Raises:
         CheckpointError: it is not pinned.

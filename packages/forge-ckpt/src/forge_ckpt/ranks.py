@@ -1,4 +1,4 @@
-"""How ranks that save and load together hear of each other. Imports torch only where there are several."""
+"""Communication of ranks that save and load together. Imports torch only if there are several."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """The ranks of a group, or a lone process. What one rank fails at, all hear of.
+    """The ranks of a group, or a lone process. A failure of one rank is raised on all.
 
     Args:
-        group: of CPU ranks, for nothing else; None in a lone process.
+        group: a group of CPU ranks, for nothing else; None in a lone process.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
@@ -39,12 +39,12 @@ class Ranks:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def on_this_machine(self) -> int:
-        """How many of the ranks share the memory of this machine. Collective."""
+        """Return the number of ranks that share the memory of this machine. Collective."""
         machines = self.gather(this_machine())
         return machines.count(machines[self.rank])
 
     def gather(self, value: R) -> list[R]:
-        """The value of each rank, on every rank. Collective."""
+        """Return the value of each rank, on every rank. Collective."""
         if self.group is None:
             return [value]
         import torch.distributed as dist
@@ -54,7 +54,7 @@ class Ranks:
         return values
 
     def to_first(self, value: R) -> list[R]:
-        """The value of each rank, on the first rank; elsewhere nothing. Collective."""
+        """Return the value of each rank, on the first rank; elsewhere nothing. Collective."""
         if self.group is None:
             return [value]
         import torch.distributed as dist
@@ -64,7 +64,7 @@ class Ranks:
         return values or []
 
     def each(self, work: Callable[[], R]) -> R:
-        """Do something on every rank. Collective.
+        """Run a function on every rank. Collective.
 
         Raises:
             CheckpointError: on every rank when it failed on any; names each.
@@ -79,7 +79,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def from_first(self, work: Callable[[], R]) -> R:
-        """What the first rank finds, on every rank; file systems may show others something else. Collective.
+        """Return the first rank's result on every rank, as file systems may differ between ranks. Collective.
 
         Raises:
             CheckpointError: on every rank when it failed.
@@ -96,7 +96,7 @@ class Ranks:
         return answer[0]
 
     def held(self, tensors: Mapping[str, Entry]) -> tuple[list[dict[str, Entry]], list[int]]:
-        """Tensors by name that ranks hold, each different answer once, and that of each rank. Collective."""
+        """Return the tables of tensors of all ranks, equal ones once, and the table of each rank. Collective."""
         mine = msgspec.json.encode(dict(sorted(tensors.items())))
         digests = self.gather(digest(mine))
         distinct = list(dict.fromkeys(digests))
@@ -107,7 +107,7 @@ class Ranks:
         return found, [distinct.index(one) for one in digests]
 
     def values_to_first(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The plain values of all ranks, each different answer once, on the first rank. Collective.
+        """Return the plain values of all ranks, equal ones once, on the first rank. Collective.
 
         Raises:
             CheckpointError: on every rank when some of any are not JSON.
@@ -125,13 +125,13 @@ class Ranks:
     def share(
         self, boxes: Mapping[str, Box], held: Sequence[Mapping[str, Entry]], held_of: Sequence[int]
     ) -> dict[str, Box]:
-        """Decide who writes what several ranks hold, so that each of them writes some. Collective.
+        """Decide which rank writes boxes that several ranks hold, so that each writes some. Collective.
 
-        Ranks that hold the same box of every tensor, as replicas do, share what any of them is to write; so
-        do all ranks that hold the same plain tensor where nobody says who is the first.
+        Ranks that hold the same box of every tensor, such as replicas, share the writing of these boxes; so
+        do all ranks that hold the same plain tensor, if none is marked as the first.
 
         Returns:
-            The same boxes, with `is_first_copy` saying whether this rank writes them.
+            The same boxes; `is_first_copy` says whether this rank writes them.
         """
         names = sorted(boxes)
         places = [(boxes[name].offsets, tuple(boxes[name].values.shape)) for name in names]
@@ -162,10 +162,10 @@ class Ranks:
         """Send tensors to one rank while others are received from another.
 
         Args:
-            gives: contiguous, in host memory; `to` takes as many, of the same dtypes and shapes.
-            to: who gets them.
-            takes: filled with what `source` gives.
-            source: whose values those are.
+            gives: contiguous, in host memory; `to` receives as many, of the same dtypes and shapes.
+            to: the receiver.
+            takes: filled with the tensors of `source`.
+            source: the sender.
         """
         import torch
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What has each rank read of a checkpoint, who of several replicas reads it, and does it fit all of them?"""
+"""Reading a checkpoint on several ranks: which replica reads which tensor, and whether it fits all ranks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Attempt:
 
     Attributes:
         opened: the manifest.
-        tensors: what this rank holds, by name.
-        boxes: where it goes.
+        tensors: the tensors of this rank, by name.
+        boxes: the boxes to copy them into.
         damaged: what is damaged.
-        file: the name of the file that is.
+        file: the name of the damaged file.
         unreadable: what cannot be read now.
         wrong: what does not fit the targets, or this version.
-        failed: why this rank could not go on, say for want of memory; tells nothing of the checkpoint.
-        unwanted: one byte a tensor of the checkpoint in order of names, 1 where this rank does not want it.
+        failed: why this rank could not go on, such as lack of memory; says nothing about the checkpoint.
+        unwanted: one byte a tensor of the checkpoint in order of names, 1 if this rank does not want it.
     """
 
     opened: Manifest | None = None
@@ -62,7 +62,7 @@ class Attempt:
 
 
 def attempt(work: Callable[[], Attempt]) -> Attempt:
-    """What a rank has read, or why it could not: the other ranks must hear of it, not wait for this one."""
+    """Return the result of a rank, or its failure as a value, so that the other ranks do not wait for it."""
     try:
         return work()
     except DamagedError as error:
@@ -79,8 +79,8 @@ class Replicas:
     """The ranks that want the same boxes of a checkpoint: each of them reads some. Collective.
 
     Args:
-        ranks: all that load.
-        wanted: what this one wants.
+        ranks: all ranks that load.
+        wanted: the boxes that this rank wants.
     """
 
     def __init__(self, ranks: Ranks, wanted: Attempt) -> None:
@@ -93,7 +93,7 @@ class Replicas:
         self._reader = self._shared_out(names)
 
     def _shared_out(self, names: Sequence[str]) -> dict[str, int]:
-        """The reader of each tensor: each has neighbours, since they lie in blocks that are read whole."""
+        """Return the reader of each tensor. Each reads neighbours, which share blocks that are read whole."""
         total, before, reader = sum(box.values.nbytes for box in self._boxes.values()), 0, {}
         for name in names:
             num_bytes = self._boxes[name].values.nbytes
@@ -151,7 +151,7 @@ def require_fit(step: int, everyone: Sequence[Attempt], names: Sequence[str]) ->
 
 
 def misfits(manifest: Manifest, boxes: Mapping[str, Box]) -> list[str]:
-    """Which tensors a checkpoint does not hold in their shape and dtype, one line each."""
+    """Return the tensors that a checkpoint does not hold in their shape and dtype, one line each."""
     wrong = [f"{key} is not in the checkpoint" for key in boxes.keys() - manifest.tensors.keys()]
     for key in boxes.keys() & manifest.tensors.keys():
         have, want = (
@@ -163,7 +163,7 @@ def misfits(manifest: Manifest, boxes: Mapping[str, Box]) -> list[str]:
 
 
 def unwritable(boxes: Mapping[str, Box]) -> list[str]:
-    """Into which boxes no values can be copied, one line each."""
+    """Return the boxes into which no values can be copied, one line each."""
     wrong = []
     for key, box in boxes.items():
         values = box.values

@@ -1,4 +1,4 @@
-"""When is a checkpoint written: while training waits, or beside it. A failed save is no failed run."""
+"""Checkpoints written while training waits, or beside training. A failed save does not fail the run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class Saver:
     """Saves the state of a run, one save at a time. Used by all ranks of the store in the same order.
 
     Beside training (`asynchronous`), training waits only until the state is copied to host memory. A thread
-    writes the copy: it goes on when the process is signalled, and ends with it. So call `finish` at the end.
+    writes the copy: it continues when the process is signalled, and ends with the process. So call `finish`
+    at the end.
 
     Args:
-        store: its group is used by nothing else.
-        state: what is saved.
-        asynchronous: write beside training, where host memory suffices.
-        observe: told how many seconds an asynchronous save took.
+        store: a store whose group is used by nothing else.
+        state: the state to save.
+        asynchronous: write beside training, if host memory suffices.
+        observe: called with the seconds of each asynchronous save.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class Saver:
 
         Args:
             step: optimizer steps taken.
-            meta: what else belongs to this moment, as JSON.
-            values: what else this rank holds, as JSON by names of at least three parts; those of all ranks
-                are put together.
+            meta: other data of this moment, as JSON.
+            values: other values of this rank, as JSON by names of at least three parts; the values of all
+                ranks are merged.
 
         Raises:
             CheckpointError: this is the third save in a row that failed.
@@ -90,7 +91,7 @@ class Saver:
                 self._judge()
 
     def _captured(self, meta: Mapping[str, Any], values: Mapping[str, Any]) -> Snapshot | CheckpointError:
-        """The state, or why it cannot be saved, which fails the save on all ranks."""
+        """Return the state, or why it cannot be saved, which fails the save on all ranks."""
         try:
             if short := [name for name in values if str(name).count(".") < 2]:
                 raise CheckpointError(f"a value is named {short[0]!r}; expected three parts or more, a.b.c")
@@ -102,9 +103,9 @@ class Saver:
             return CheckpointError(f"{type(error).__name__}: {error}")
 
     def _begin_beside(self, step: int, snapshot: Snapshot, start: float) -> bool:
-        """Begin to write a copy beside training; whether that is wanted, and there is room for it.
+        """Begin to write a copy beside training; returns whether that is wanted, and there is memory for it.
 
-        This rank alone decides, and the others hear nothing of it: the collectives are the same.
+        Each rank decides alone: the collectives are the same in both cases.
         """
         try:
             if not self._fits(snapshot.tensors):

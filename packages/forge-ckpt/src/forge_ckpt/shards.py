@@ -1,4 +1,4 @@
-"""Which box of each tensor this rank writes, and how boxes are put together again under another layout."""
+"""Which box of each tensor this rank writes, and how boxes are combined again under another layout."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Shard(Protocol):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where in the full tensor it starts."""
+        """Start of the box in the full tensor."""
         ...
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank, of all that hold the same box, writes it."""
+        """Whether this rank writes the box, among all ranks that hold the same one."""
         ...
 
 
@@ -66,9 +66,10 @@ class Box(NamedTuple):
     """The box of a tensor that this rank holds, and the tensor that it belongs to.
 
     Attributes:
-        values: what is held.
-        offsets: where in the full tensor it starts.
-        is_first_copy: whether this rank writes it; None if ranks that hold all of a plain tensor share that.
+        values: the values of the box.
+        offsets: start of the box in the full tensor.
+        is_first_copy: whether this rank writes it; None if the ranks that hold the whole plain tensor share
+            it.
         entry: dtype and shape of the full tensor.
     """
 
@@ -79,10 +80,10 @@ class Box(NamedTuple):
 
 
 def box_of(key: str, tensor: Tensor | Box, local_shard: LocalShard | None) -> Box:
-    """The box of a tensor that this rank holds.
+    """Return the box of a tensor that this rank holds.
 
     Raises:
-        CheckpointError: it has a dtype that is not saved; or it is a DTensor, and there is no `local_shard`.
+        CheckpointError: it has an unsupported dtype; or it is a DTensor, and there is no `local_shard`.
     """
     if isinstance(tensor, Box):
         return tensor
@@ -102,12 +103,12 @@ def box_of(key: str, tensor: Tensor | Box, local_shard: LocalShard | None) -> Bo
 
 
 def empty(entry: Entry) -> Tensor:
-    """A tensor of this dtype and shape that takes no memory: it says what to read."""
+    """Return a tensor of this dtype and shape without memory, for use as a target."""
     return torch.empty((), dtype=getattr(torch, entry.dtype)).expand(entry.shape)
 
 
 def staging_bytes(boxes: Mapping[str, Box], buffers: Mapping[str, Tensor]) -> int:
-    """Host memory that `copy_boxes` takes beyond these buffers. Pinned memory comes in powers of two."""
+    """Return the host memory that `copy_boxes` takes beyond these buffers (pinned: in powers of two)."""
     total = 0
     for key, box in boxes.items():
         buffer, size = buffers.get(key), box.values.nbytes
@@ -117,11 +118,11 @@ def staging_bytes(boxes: Mapping[str, Box], buffers: Mapping[str, Tensor]) -> in
 
 
 def copy_boxes(boxes: Mapping[str, Box], buffers: dict[str, Tensor]) -> dict[str, Box]:
-    """Copy to host memory what this rank holds; pinned if it comes from a GPU.
+    """Copy the boxes of this rank to host memory; pinned if they come from a GPU.
 
     Args:
         boxes: by name.
-        buffers: of the copy before, which are taken again where they fit; kept up to date.
+        buffers: memory of the copy before, which is reused where it fits; updated.
     """
     copied, waiting = {}, set()
     for key, box in boxes.items():
@@ -142,7 +143,7 @@ def copy_boxes(boxes: Mapping[str, Box], buffers: dict[str, Tensor]) -> dict[str
 
 
 class _Blocks:
-    """Writes a file and takes the digest of each of its blocks on the way."""
+    """Writes a file and computes the digest of each of its blocks on the way."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.num_bytes = 0
@@ -176,8 +177,8 @@ def write_boxes(
     """Write boxes into one file, one after the other, aligned.
 
     Args:
-        file: new.
-        boxes: by name; those that are not the first copy are left out.
+        file: a new file.
+        boxes: by name; boxes that are not the first copy are left out.
 
     Returns:
         The index, the size of the file, and start and extents of the box of each tensor written here.
@@ -197,16 +198,16 @@ def write_boxes(
 
 
 class Piece(NamedTuple):
-    """Elements that lie in one box of the checkpoint and in one box that is wanted.
+    """Elements that lie in one box of the checkpoint and in one wanted box.
 
     Attributes:
-        key: of the tensor.
+        key: name of the tensor.
         low: index of their first element in the whole tensor.
-        high: index behind their last element.
-        box_start: where the box of the checkpoint starts.
+        high: index after their last element.
+        box_start: start of the box of the checkpoint.
         box_size: its extents.
-        first: the first byte of the span that holds them in the file.
-        last: the byte behind it.
+        first: the first byte of their span in the file.
+        last: the byte after the span.
     """
 
     key: str
@@ -224,12 +225,12 @@ def plan(
     wanted: Mapping[str, tuple[Shape, Shape]],
     index_of: Callable[[int], Index] | None = None,
 ) -> dict[int, tuple[Index, list[Piece]]]:
-    """What to read where: of each rank's file, the index and the pieces in order of their place.
+    """Return, for the file of each rank, its index and the pieces to read, in order of their place.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of it.
-        wanted: start and extents of a box of each tensor that is wanted.
+        folder: the folder of the checkpoint.
+        manifest: its manifest.
+        wanted: start and extents of the wanted box of each tensor.
         index_of: the index of a rank; read and verified, if absent.
 
     Raises:
@@ -254,7 +255,7 @@ def plan(
 def _pieces(
     manifest: Manifest, index: Index, rank: int, key: str, box: int, start: Shape, size: Shape
 ) -> Iterator[Piece]:
-    """The wanted values of one box, in pieces about as large as one read."""
+    """Return the wanted values of one box, in pieces about as large as one read."""
     entry = manifest.tensors[key]
     layout, item = manifest.layouts[entry.layout], ITEM_BYTES[entry.dtype]
     box_start, box_size = layout.starts[box], layout.sizes[box]
@@ -306,7 +307,7 @@ def read_verified(
 
 
 class Run(NamedTuple):
-    """Bytes of a file that were read and verified; `first` is the place of the first of them."""
+    """Verified bytes of a file; `first` is the place of the first of them."""
 
     first: int
     bytes: bytearray
@@ -361,7 +362,7 @@ def _read_blocks(file: BinaryIO, path: Path, first: int, last: int, digests: byt
 
 
 def _place(piece: Piece, run: Run, into: Tensor, start: Shape) -> None:
-    """Copy a piece to where it belongs in the box that is wanted, which starts at `start`."""
+    """Copy a piece into a wanted box, which starts at `start`."""
     item = into.element_size()
     count = (piece.last - piece.first) // item
     span = torch.frombuffer(run.bytes, dtype=into.dtype, offset=piece.first - run.first, count=count)
@@ -371,7 +372,7 @@ def _place(piece: Piece, run: Run, into: Tensor, start: Shape) -> None:
 
 
 def verify_file(folder: Path, manifest: Manifest, rank: int) -> None:
-    """Read all that a rank wrote and compare every block.
+    """Read everything that a rank wrote and compare every block.
 
     Raises:
         DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.

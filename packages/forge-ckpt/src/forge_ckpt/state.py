@@ -24,21 +24,20 @@ GROUP = "group."
 class TrainState:
     """The state of a run: tensors `model.<name>` and `optimizer.<kind>.<name>`, and plain values.
 
-    Plain values are `state.<kind>.<name>`, what the optimizer keeps of a parameter beside tensors, and
-    `group.<entry>.<name>`, what has moved in the group of a parameter since it was made (a step count, a sum
-    of weights): restored, the rest stays what the configuration says.
+    Plain values are `state.<kind>.<name>`, the optimizer state of a parameter that is no tensor, and
+    `group.<entry>.<name>`, the entries in the group of a parameter that have changed since it was made (a
+    step count, a sum of weights): when restored, the other entries stay as configured.
 
     With a pipeline, each rank holds some parts of the model, and its state is that of these parts. A store
-    puts the states of all ranks together, so that other ranks may hold other parts when it is loaded.
+    merges the states of all ranks, so that other ranks may hold other parts when it is loaded.
 
-    Make it before the first step, from an optimizer that is new.
+    Make it before the first step, from a new optimizer.
 
     Args:
-        parts: of the model, those that this rank holds; each with the names that its parameters have in the
-            whole model. Parameters and persistent buffers are saved; shared ones once.
+        parts: the parts of the model that this rank holds, with the names of their parameters in the whole
+            model. Parameters and persistent buffers are saved; shared ones once.
         optimizer: with state that is tensors or plain values; parameters that it does not know are skipped.
-        is_copy: whether a parameter is also in the state of another rank, which saves it; here it is loaded
-            only.
+        is_copy: whether another rank also has a parameter and saves it; here it is loaded only.
 
     Raises:
         CheckpointError: a name is in two parts, or a module keeps extra state, which is not saved.
@@ -64,16 +63,16 @@ class TrainState:
         self._blanks: list[tuple[Tensor, str]] = []
 
     def capture(self, meta: Mapping[str, Any] | None = None, copy: bool = True) -> Snapshot:
-        """A snapshot of the state. Waits for the device.
+        """Return a snapshot of the state. Waits for the device.
 
         Args:
-            meta: what else belongs to this moment, as JSON; copied.
-            copy: tensors are copied to host memory, so that training may go on; without it they are the live
-                ones, for a save that training waits for.
+            meta: other data of this moment, as JSON; copied.
+            copy: copy tensors to host memory, so that training may go on; without it they are the live
+                tensors, for a save that training waits for.
 
         Raises:
             CheckpointError: the optimizer holds something that is neither tensor nor plain value, or has
-                parameter groups that it had not when this was made.
+                parameter groups that it did not have when this was made.
         """
         tensors, values = self._tensors(), self._values()
         elsewhere = {name for parameter, name in self._names.items() if self._is_copy(parameter)}
@@ -88,8 +87,8 @@ class TrainState:
         """Restore the optimizer state that is no tensor; unsaved values are as constructed.
 
         Args:
-            values: of the checkpoint whose tensors were loaded; those of parameters that this rank does not
-                hold, and those of others than the optimizer, are passed over.
+            values: of the checkpoint whose tensors were loaded. Values of parameters that this rank does not
+                hold, and other values than the optimizer's, are ignored.
 
         Raises:
             CheckpointError: parameters that share a group now come from groups that differ.
@@ -114,13 +113,13 @@ class TrainState:
                     _set(group, key, made_with[key].restored())
 
     def targets(self, held: Mapping[str, Entry]) -> dict[str, Tensor]:
-        """The tensors to load a checkpoint into; optimizer state that does not exist yet is made.
+        """Return the tensors to load a checkpoint into; missing optimizer state is created.
 
-        To go back to a checkpoint from before there was some state, remove that from the optimizer first.
+        To go back to a checkpoint without some state, remove that state from the optimizer first.
 
         Args:
-            held: what the checkpoint holds; optimizer state of parameters that this rank does not have, or
-                does not train, is passed over.
+            held: the tensors of the checkpoint; optimizer state of parameters that this rank does not have,
+                or does not train, is ignored.
         """
         for parameter, kind in self._blanks:  # another checkpoint, which was not loaded after all, held them
             self._optimizer.state[parameter].pop(kind, None)
@@ -140,7 +139,7 @@ class TrainState:
         return self._tensors()
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, not copied."""
+        """Return all tensors by name, not copied."""
         found = {MODEL + name: parameter for parameter, name in self._names.items()}
         for part in self._parts:
             found |= {MODEL + name: buffer for name, buffer in persistent_buffers(part).items()}
@@ -148,7 +147,7 @@ class TrainState:
         return found | {OPTIMIZER + key: value for key, value in kept.items() if isinstance(value, Tensor)}
 
     def _values(self) -> dict[str, Any]:
-        """The optimizer state that is no tensor, as JSON."""
+        """Return the optimizer state that is no tensor, as JSON."""
         owner = type(self._optimizer).__name__
         values = {STATE + key: value for key, value in self._kept().items() if not isinstance(value, Tensor)}
         for group, made_with in self._groups():
@@ -188,7 +187,7 @@ class TrainState:
 
 
 def _parameter_of(key: str) -> str:
-    """The name of the parameter, or buffer, that a tensor belongs to."""
+    """Return the name of the parameter, or buffer, that a tensor belongs to."""
     if key.startswith(MODEL):
         return key.removeprefix(MODEL)
     return key.removeprefix(OPTIMIZER).partition(".")[2]
@@ -214,13 +213,13 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _require_kind(kind: object, owner: str) -> None:
-    """Raises CheckpointError if something that an optimizer keeps has no name that can be told apart."""
+    """Raise CheckpointError if the name of an optimizer state is ambiguous."""
     if not isinstance(kind, str) or "." in kind:
         raise CheckpointError(f"{owner} keeps something named {kind!r}; expected text without a dot")
 
 
 def _require_no_extra_state(parts: Sequence[nn.Module]) -> None:
-    """Raises CheckpointError if a module has state that is neither parameter nor buffer."""
+    """Raise CheckpointError if a module has state that is neither parameter nor buffer."""
     for part in parts:
         for name, module in part.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -231,7 +230,7 @@ def _require_no_extra_state(parts: Sequence[nn.Module]) -> None:
 
 
 def _require_distinct(names: Sequence[str]) -> None:
-    """Raises CheckpointError if two tensors have one name."""
+    """Raise CheckpointError if two tensors have one name."""
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise CheckpointError(
@@ -241,7 +240,7 @@ def _require_distinct(names: Sequence[str]) -> None:
 
 
 class _Mark:
-    """What an entry of a group was, to see whether it has changed since, in place too, and to put it back."""
+    """The initial value of a group entry, to detect changes, in place too, and to restore it."""
 
     def __init__(self, value: object) -> None:
         try:
@@ -258,13 +257,13 @@ class _Mark:
             return False
 
     def restored(self) -> Any:
-        """The value as it was."""
+        """Return the initial value."""
         kind, kept = self._kept
         return from_json(kept) if kind == "json" else _copy_of(kept)
 
 
 def _copy_of(value: Any) -> Any:
-    """A copy that tells whether the value has changed in place; the value itself where there is none."""
+    """Return a copy that shows whether the value has changed in place; the value itself if it has none."""
     try:
         copy = deepcopy(value)
         return copy if copy == value else value
@@ -273,14 +272,14 @@ def _copy_of(value: Any) -> Any:
 
 
 def _made_with(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, _Mark]:
-    """The entries of a group before the first step; of an optimizer with state, what it had by default."""
+    """Return the entries of a group before the first step; for an optimizer with state, its defaults."""
     if not optimizer.state:
         return {key: _Mark(value) for key, value in group.items() if key != "params"}
     return {key: _Mark(value) for key, value in optimizer.defaults.items() if not isinstance(value, Tensor)}
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    """A tensor stays on its device."""
+    """Set an entry; a tensor stays on its device."""
     if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
         group[key] = group[key].new_tensor(value.tolist(), dtype=value.dtype)
     else:
@@ -288,7 +287,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _entries(saved: Mapping[str, dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """The entries of the saved groups of these parameters, which must agree."""
+    """Return the saved group entries of these parameters, which must agree."""
     sources = {name: saved.get(name, {}) for name in names}
     for key in sorted({key for entries in sources.values() for key in entries}):
         seen: dict[str, str] = {}
@@ -304,9 +303,9 @@ def _entries(saved: Mapping[str, dict[str, Any]], names: list[str]) -> dict[str,
 
 
 def _blank(entry: Entry, parameter: Tensor, group: dict[str, object]) -> Tensor:
-    """A tensor for optimizer state: laid out like its parameter if it has its shape, else plain.
+    """Return a tensor for optimizer state: laid out like its parameter if it has its shape, else plain.
 
-    Counts of steps are on the CPU, where torch's optimizers keep them unless they run on a GPU as a whole.
+    Step counts are on the CPU, where torch's optimizers keep them unless they run on a GPU as a whole.
     """
     dtype = getattr(torch, entry.dtype)
     if tuple(parameter.shape) == entry.shape:

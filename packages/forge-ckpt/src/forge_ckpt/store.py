@@ -38,16 +38,16 @@ class Store:
 
     Args:
         root: folder of the checkpoints.
-        keep: newest checkpoints that stay, beside those that stay for good.
-        keep_every_steps: checkpoints at multiples of this stay for good; 0 keeps none.
+        keep: number of newest checkpoints that stay, beside those kept for good.
+        keep_every_steps: checkpoints at multiples of this are kept for good; 0 keeps none.
         group: a CPU group for nothing else, so that it never waits for training; None in a lone process.
-        local_shard: which part of a tensor this rank holds, `functools.partial(forge_parallel.local_shard,
-            mesh=mesh)` for sharded models; without it, every tensor is plain and the same on all ranks that
-            have it, which share the writing.
-        lease: the folder of the lease of the run; who no longer holds it does not publish.
-        marks: files outside of `root` that remember that there were checkpoints.
-        epoch: which lease is ours, `Lease.epoch`; if None, the newest one when this is made.
-        stays: more steps whose checkpoints stay for good.
+        local_shard: returns the shard of a tensor that this rank holds,
+            `functools.partial(forge_parallel.local_shard, mesh=mesh)` for sharded models; without it, every
+            tensor is plain and equal on all ranks that have it, which share the writing.
+        lease: the folder of the lease of the run; a process without the lease cannot publish.
+        marks: files outside of `root` that record that there were checkpoints.
+        epoch: the epoch of our lease, `Lease.epoch`; None takes the newest one when this is made.
+        stays: whether the checkpoint of a step is kept for good.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Store:
         return self._ranks.rank == 0
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Return the folder of the checkpoint of a step."""
         return self._folders.of(step)
 
     def steps(self) -> list[int]:
@@ -96,18 +96,18 @@ class Store:
     def save(self, step: int, snapshot: Snapshot | CheckpointError) -> None:
         """Write a checkpoint and remove expired ones. Collective.
 
-        Does nothing if the step is there already, as its manifest and the sizes of its files say. A
-        checkpoint that is there is never written into.
+        Does nothing if the step is there already, by its manifest and the sizes of its files. An existing
+        checkpoint is never written into.
 
         Args:
             step: optimizer steps taken.
-            snapshot: what this rank holds, or why it has nothing to save, which fails the save. Ranks may
-                hold different tensors and values (stages of a pipeline); what has one name on several ranks
-                must be the same there.
+            snapshot: the state of this rank, or why it has none to save, which fails the save. Ranks may hold
+                different tensors and values (stages of a pipeline); equal names on several ranks must have
+                equal values.
 
         Raises:
             CheckpointError: on every rank when any of them could not write; earlier checkpoints are
-            untouched.
+                untouched.
         """
         with self._saving:
             self._save(step, snapshot)
@@ -180,25 +180,25 @@ class Store:
         return {key: box_of(key, tensor, self._local_shard) for key, tensor in tensors.items()}
 
     def staging_bytes(self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> int:
-        """Host memory that `copied_to_host` takes beyond these buffers."""
+        """Return the host memory that `copied_to_host` takes beyond these buffers."""
         from forge_ckpt.shards import staging_bytes
 
         return staging_bytes(self._boxes(tensors), buffers)
 
     def ranks_on_this_machine(self) -> int:
-        """How many of the ranks share its memory. Collective."""
+        """Return the number of ranks that share its memory. Collective."""
         return self._ranks.on_this_machine()
 
     def settle(self) -> None:
-        """End what a crash may have left in the middle; by the first rank only."""
+        """Finish a replacement that a crash interrupted; by the first rank only."""
         self._folders.settle()
 
     def copied_to_host(self, snapshot: Snapshot, buffers: dict[str, Tensor]) -> Snapshot:
-        """A copy in host memory of what this rank holds, so that training may go on; waits for a GPU.
+        """Return a copy of this rank's state in host memory, so that training may go on; waits for a GPU.
 
         Args:
-            snapshot: what to copy.
-            buffers: memory of the copy before, which must have been saved by now; kept up to date.
+            snapshot: the state to copy.
+            buffers: memory of the copy before, which must have been saved by now; updated.
 
         Raises:
             MemoryError, RuntimeError: there is no room for it.
@@ -229,23 +229,23 @@ class Store:
     def resume(self, targets: Targets, until: int | None = None) -> Manifest | None:
         """Load the newest intact checkpoint, in place. Collective.
 
-        All bytes that any rank needs are verified before any live tensor changes, by that rank or by a
-        replica of it, which hands them over. What any rank finds damaged or unreadable is passed over by
-        all, and the next older one is tried; it is put aside as `.bad-...` if the first rank finds the damage
+        Before any live tensor changes, all bytes that any rank needs are verified, by that rank or by a
+        replica of it, which sends them. A checkpoint that any rank finds damaged or unreadable is skipped by
+        all, and the next older one is tried; it is renamed to `.bad-...` if the first rank finds the damage
         too.
 
         Args:
-            targets: given what a checkpoint holds, the tensors to load it into.
-            until: checkpoints of later steps are passed by; one that is saved again is replaced, the others
-                stay, and the next plain `resume` finds them: remove them if they are given up.
+            targets: returns, for the contents of a checkpoint, the tensors to load it into.
+            until: checkpoints of later steps are skipped. They stay, and the next plain `resume` finds them,
+                unless their step is saved again: remove them if they are given up.
 
         Returns:
             Its manifest, or None if this run never had a checkpoint.
 
         Raises:
             CheckpointError: on every rank; the targets of some rank do not fit, or those of all ranks
-            together are not all that it holds; it was written by another version; or there were checkpoints,
-            and none of them is intact.
+                together are not the whole checkpoint; it was written by another version; or there were
+                checkpoints, and none of them is intact.
         """
         from forge_ckpt.shards import commit
 
@@ -272,7 +272,7 @@ class Store:
         return None
 
     def _found(self) -> list[int]:
-        """The steps to try, newest first."""
+        """Return the steps to try, newest first."""
         self._folders.settle()
         steps = self.steps()[::-1]
         if steps:
@@ -280,13 +280,13 @@ class Store:
         return steps
 
     def _read_verified(self, step: int, targets: Targets) -> tuple[Attempt, Replicas]:
-        """Read what this rank needs of a checkpoint, verified, or its share of that. Collective."""
+        """Read this rank's tensors of a checkpoint, verified, or its share of them. Collective."""
         wanted = attempt(lambda: self._wanted(step, targets))
         replicas = Replicas(self._ranks, wanted)
         return attempt(lambda: replicas.read(self.folder(step), wanted)), replicas
 
     def _wanted(self, step: int, targets: Targets) -> Attempt:
-        """The tensors of a checkpoint that this rank needs."""
+        """Return the tensors of a checkpoint that this rank needs."""
         # the first rank looks at the files of all ranks, the others see those that they read
         opened = manifests.read(self.folder(step), sizes=self._ranks.rank == 0)
         boxes = self._boxes(targets(opened.tensors))
@@ -307,7 +307,7 @@ class Store:
             log.warning("step %d is passed over and left where it is: %s", step, reason)
 
     def newest(self) -> Manifest:
-        """The manifest of the newest checkpoint whose manifest and sizes are good; to look, not to resume.
+        """Return the newest manifest with an intact digest and file sizes; for inspection, not to resume.
 
         Raises:
             CheckpointError: there is none.
@@ -334,16 +334,16 @@ class Store:
         return opened
 
     def require_fit(self, step: int, targets: Mapping[str, Tensor]) -> Manifest:
-        """See that a checkpoint holds some tensors; raises as `load` does."""
+        """Check that a checkpoint holds some tensors; raises as `load` does."""
         opened = manifests.read(self.folder(step))
         require_fit(step, [Attempt(wrong=misfits(opened, self._boxes(targets)))], [])
         return opened
 
     def tensors(self, step: int) -> Checkpointed:
-        """The tensors of a checkpoint by name, whole; each is read, verified, when it is asked for.
+        """Return the tensors of a checkpoint by name, whole; each is read and verified on access.
 
         Raises:
-            DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`; also when one is read.
+            DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`; also on access.
         """
         return Checkpointed(self.folder(step))
 
@@ -356,7 +356,7 @@ class Store:
         return self._folders.verify(step)
 
     def tidy(self) -> None:
-        """Let the first rank prune, where the newest is known to be intact; an error is only said."""
+        """Let the first rank prune, if the newest checkpoint is known to be intact; only logs errors."""
         if not self.first:
             return
         try:
@@ -365,10 +365,10 @@ class Store:
             log.warning("older checkpoints could not be removed: %s", error)
 
     def prune(self, verify: bool = True) -> list[int]:
-        """Remove what is no longer kept; the newest that is intact, milestones and pins always stay.
+        """Remove expired checkpoints; the newest intact one, milestones and pins always stay.
 
-        Milestones are beside the `keep` newest ones and do not count among them. What was passed over when
-        this process loaded stays as well, and does not count.
+        Milestones do not count among the `keep` newest ones. Checkpoints that this process skipped when it
+        loaded stay as well, and do not count.
 
         Args:
             verify: whether intact means that every byte was read, not only manifests, indices and sizes.

@@ -1,4 +1,4 @@
-"""How a plain value becomes JSON and comes back as exactly what it was."""
+"""How a plain value becomes JSON and comes back unchanged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SMALL = 64
 
 
 def to_json(value: object, where: str) -> Any:
-    """Numbers, text, None, small tensors, and lists, tuples and dictionaries of them, as JSON.
+    """Encode numbers, text, None, small tensors, and lists, tuples and dictionaries of them, as JSON.
 
     Args:
-        value: what to write.
-        where: what it is, for the error.
+        value: the value.
+        where: its name in the error.
 
     Raises:
         CheckpointError: it is something else.
@@ -51,7 +51,7 @@ def from_json(value: Any) -> Any:
     """Inverse of `to_json`; tensors are on the CPU.
 
     Raises:
-        CheckpointError: that did not come from `to_json`.
+        CheckpointError: `to_json` did not write it.
     """
     try:
         return _from_json(value)

@@ -1,4 +1,4 @@
-"""What tensors does a checkpoint hold, whole, one by one? Imports torch when one is read."""
+"""The tensors of a checkpoint, whole, one by one. Imports torch when one is read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Checkpointed(Mapping[str, "Tensor"]):
-    """The tensors of a checkpoint by name, whole; each is read, verified, when it is asked for.
+    """The tensors of a checkpoint by name, whole; each is read and verified on access.
 
     Args:
-        folder: of the checkpoint.
-        prefix: only names that begin with this, and without it.
+        folder: the folder of the checkpoint.
+        prefix: only names with this prefix, which is removed.
     """
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
@@ -28,7 +28,7 @@ class Checkpointed(Mapping[str, "Tensor"]):
         self._index = cache(partial(manifests.read_index, folder, self.manifest))
 
     def under(self, prefix: str) -> Checkpointed:
-        """The tensors whose names begin with a prefix, which is cut off."""
+        """Return the tensors whose names have a prefix, which is removed."""
         return Checkpointed(self._folder, self._prefix + prefix)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -40,12 +40,12 @@ class Checkpointed(Mapping[str, "Tensor"]):
         return self.manifest.tensors[self._prefix + name]
 
     def part(self, name: str, start: Shape, size: Shape) -> Tensor:
-        """A box of a tensor; only the blocks that hold it are read, verified.
+        """Return a box of a tensor; reads and verifies only the blocks of the box.
 
         Args:
-            name: of the tensor.
-            start: index of its first element.
-            size: its extents.
+            name: name of the tensor.
+            start: index of the first element.
+            size: extents of the box.
         """
         from forge_ckpt.shards import Box, empty, read_verified
 
@@ -55,7 +55,7 @@ class Checkpointed(Mapping[str, "Tensor"]):
         return read_verified(self._folder, self.manifest, {name: box}, self._index)[name]
 
     def on_meta(self) -> dict[str, Tensor]:
-        """Their dtypes and shapes, as tensors without values."""
+        """Return dtypes and shapes as tensors on the meta device."""
         import torch
 
         described = ((name, self.entry(name)) for name in self)

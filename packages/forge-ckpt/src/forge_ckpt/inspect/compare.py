@@ -1,4 +1,4 @@
-"""Which tensors of two checkpoints differ, and by how much?"""
+"""The tensors of two checkpoints that differ, and by how much."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
 
 def compare(a: Path, b: Path) -> Iterator[dict[str, Any]]:
-    """The tensors that are not bit for bit the same, in order of names; two of them in memory at once.
+    """Yield the tensors that are not bit for bit the same, in order of names; two are in memory at once.
 
     Args:
         a: folder of one checkpoint.
-        b: of the other.
+        b: folder of the other.
 
     Yields:
-        `tensor`, `difference` in words, and if values differ: `elements` that do, `of` how many, the largest
-        absolute difference `most`, relative to the largest value `relative`, and the root mean square `rms`
-        (text, if not finite).
+        `tensor`, `difference` in words, and if values differ: `elements`, the number of different ones, `of`
+            the
+        number of all, the largest absolute difference `most`, relative to the largest value `relative`, and
+        the root mean square `rms` (text, if not finite).
 
     Raises:
         DamagedError, UnreadableError, UnsupportedError: as for `manifest.read`.
@@ -63,7 +64,7 @@ def _difference(a: Checkpointed, b: Checkpointed, key: str) -> dict[str, Any]:
 
 
 def _bits_differ(x: Tensor, y: Tensor) -> Tensor:
-    """Of each element of two flat tensors, whether any bit of it differs."""
+    """Return for each element of two flat tensors whether any bit differs."""
     import torch
 
     one, other = (v.view(torch.uint8).reshape(len(v), -1) for v in (x, y))
@@ -71,7 +72,7 @@ def _bits_differ(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _apart(x: Tensor, y: Tensor) -> Tensor:
-    """Absolute differences in float64; of large integers, exact before rounding."""
+    """Return absolute differences in float64; for large integers, exact before rounding."""
     import torch
 
     if x.is_complex():

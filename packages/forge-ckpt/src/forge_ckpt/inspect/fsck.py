@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, and is all of it as it should be? Changes nothing."""
+"""The contents of a folder of checkpoints, and whether each is as it should be. Changes nothing."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ _PIN = re.compile(r"pin-\d{9,}")
 
 
 def fsck(root: Path) -> Iterator[Row]:
-    """Look at all that is in a folder of checkpoints; every byte of them is read.
+    """Check everything in a folder of checkpoints; reads every byte of them.
 
     Args:
         root: the folder.
 
     Yields:
-        For each thing an object: `what` is checkpoint, leftover, pin, odd, progress, lease or verdict;
-        `state` says how it is, `why` what follows. The last is the verdict: `intact` steps, the exit `code`.
+        For each entry an object: `what` is checkpoint, leftover, pin, odd, progress, lease or verdict;
+            `state`
+        is its state, `why` the consequence. The last is the verdict: `intact` steps, the exit `code`.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -87,7 +88,7 @@ def _behind(progress: int, newest: int) -> Row:
 
 
 def _other(root: Path, name: str, held: bool) -> Row | None:
-    """What a name is that is no checkpoint; None if nothing need be said."""
+    """Return the kind of a name that is no checkpoint; None if nothing need be reported."""
     if match := _HIDDEN.fullmatch(name):
         megabytes = round(_num_bytes(root / name) / 1e6, 1)
         if held and match[1] == "tmp":
@@ -111,7 +112,7 @@ def _other(root: Path, name: str, held: bool) -> Row | None:
 
 
 def _num_bytes(path: Path) -> int:
-    """Of all files below; links are not followed."""
+    """Return the size of all files below; links are not followed."""
     total = 0
     for folder, _, files in os.walk(path):
         for file in files:

@@ -23,7 +23,7 @@ SOUND = {"there", "intact"}
 
 
 def say(line: str) -> None:
-    """Write a line; what a terminal could not show, or would obey, is escaped."""
+    """Write a line; characters that a terminal could not show, or would obey, are escaped."""
     shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(shown.encode(encoding, "backslashreplace").decode(encoding) + "\n")
@@ -35,7 +35,7 @@ def say_json(told: Mapping[str, Any]) -> None:
 
 
 def state_of(error: CheckpointError) -> str:
-    """The state of a checkpoint in one word, from its error."""
+    """Return the state of a checkpoint in one word, from its error."""
     kinds = {DamagedError: "damaged", UnreadableError: "unreadable", UnsupportedError: "unsupported"}
     return kinds.get(type(error), "wrong")
 
@@ -51,7 +51,7 @@ def row(store: Store, step: int, verify: bool) -> Row:
 
     Args:
         store: the checkpoints.
-        step: of it.
+        step: its step.
         verify: read every byte; else only its manifest and the sizes of its files.
     """
     try:
@@ -72,8 +72,8 @@ def row(store: Store, step: int, verify: bool) -> Row:
 def rows(store: Store, verify: bool) -> Iterator[Row]:
     """Describe all checkpoints, oldest first.
 
-    A run may go on meanwhile: what it has removed is left out; if nothing else was there, what it has added
-    is told as well.
+    A run may go on meanwhile: removed checkpoints are left out; if none is left, new ones are described as
+    well.
     """
     told: set[int] = set()
     sound = False

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint of torch DCP, as torchtitan writes: nothing is unpickled in this process."""
+"""The tensors of a torch DCP checkpoint, as torchtitan writes: nothing is unpickled in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 class Values(msgspec.Struct, frozen=True):
-    """Where the values of a chunk lie; see `dcp_read.located`."""
+    """The place of the values of a chunk; see `dcp_read.located`."""
 
     dtype: str
     offset: int
@@ -40,7 +40,7 @@ class Values(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """A box of a tensor: where it starts in it, its extents, and in which file it is."""
+    """A box of a tensor: its start, its extents, and its file."""
 
     start: Shape
     size: Shape
@@ -56,7 +56,7 @@ class Described(msgspec.Struct, frozen=True):
     chunks: list[Chunk]
 
     def check(self, name: str) -> None:
-        """See that its chunks make it up, and that each lies in its storage.
+        """Check that its chunks make up the tensor, and that each lies in its storage.
 
         Raises:
             CheckpointError: they do not.
@@ -84,14 +84,14 @@ class _Contents(msgspec.Struct, frozen=True):
 
 
 class DcpTensors(Mapping[str, "Tensor"]):
-    """The tensors of a DCP checkpoint by name; each is read, and its CRC-32 compared, when it is asked for.
+    """The tensors of a DCP checkpoint by name; each is read, and its CRC-32 compared, on access.
 
     Args:
         folder: with a `.metadata`.
 
     Raises:
         UnreadableError: it cannot be read.
-        UnsupportedError: it is none that torch 2.11 to 2.15 writes, or names what is not allowed.
+        UnsupportedError: it is not as torch 2.11 to 2.15 writes it, or names a forbidden class.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -127,7 +127,7 @@ class DcpTensors(Mapping[str, "Tensor"]):
         return len(self.tensors)
 
     def on_meta(self) -> dict[str, Tensor]:
-        """Their dtypes and shapes, as tensors without values."""
+        """Return dtypes and shapes as tensors on the meta device."""
         import torch
 
         return {
@@ -136,7 +136,7 @@ class DcpTensors(Mapping[str, "Tensor"]):
         }
 
     def weights(self, prefix: str = "") -> tuple[dict[str, str], list[str]]:
-        """Which tensors are the model's: the name of each without the prefix, and of those that are not.
+        """Return the weights of the model by names without the prefix, and the names of all other tensors.
 
         Raises:
             UnsupportedError: the prefix is that of an optimizer; or there are none.
@@ -171,7 +171,7 @@ def _read_apart(folder: Path) -> bytes:
 
 
 def _read_values(path: Path, values: Values) -> bytearray:
-    """The bytes of a storage, compared with their CRC-32."""
+    """Return the bytes of a storage, compared with their CRC-32."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size < values.first + values.bytes:

@@ -1,4 +1,4 @@
-"""How are the weights of torchtitan's Llama called by Hugging Face, and what else differs?
+"""The weights of torchtitan's Llama under the names of Hugging Face, in its layout.
 
 torchtitan rotates neighbours in a head, as Meta's weights do; Hugging Face rotates halves, so that the rows
 of queries and keys change places. Source: torchtitan/models/llama3/model/state_dict_adapter.py.
@@ -44,15 +44,15 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
 class LlamaOfTitan(Mapping[str, "Tensor"]):
-    """Weights of torchtitan's Llama 3 as Hugging Face has them; each is read when it is asked for.
+    """Weights of torchtitan's Llama 3 in the form of Hugging Face; each is read on access.
 
     Args:
         tensors: by the names of torchtitan.
         config: the `config.json` of the model: `num_attention_heads`, `num_key_value_heads`.
 
     Raises:
-        CheckpointError: a name is not one of that model, the config does not say how many heads there are, or
-            a size is no number.
+        CheckpointError: a name is not one of that model, the config lacks the number of heads, or a size is
+            no number.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
@@ -89,14 +89,14 @@ class LlamaOfTitan(Mapping[str, "Tensor"]):
 
 
 def require_config(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """See that a `config.json` is that of these weights: rows of other heads would be mixed up.
+    """Check that a `config.json` fits these weights: a wrong number of heads would mix up rows.
 
     Args:
         weights: by the names of Hugging Face; may be on the meta device.
-        config: what it says; what it leaves out is not compared, but for the sizes of heads.
+        config: its content; absent keys are not compared, except the sizes of heads.
 
     Raises:
-        CheckpointError: it is not; lists every difference.
+        CheckpointError: it does not; lists every difference.
     """
     rows = {name: tensor.shape[0] for name, tensor in weights.items() if tensor.ndim}
     heads = config["num_attention_heads"]

@@ -1,8 +1,8 @@
-"""Where do the values of a torch DCP checkpoint lie? Reads its pickles in a process of its own.
+"""The place of the values of a torch DCP checkpoint. Reads its pickles in a process of its own.
 
-`python -m forge_ckpt.interop.dcp_read FOLDER` prints JSON, or the reason why not, with exit code 3. A name in
-a pickle stands for a record here and never for what it names, so that nothing of a checkpoint is executed.
-The process takes little memory and cannot write. Imports no torch.
+`python -m forge_ckpt.interop.dcp_read FOLDER` prints JSON, or the reason of a failure, with exit code 3. A
+name in a pickle becomes a record here and is never imported, so that nothing of a checkpoint is executed.
+The process has little memory and cannot write. Imports no torch.
 
 Source of the format: torch/distributed/checkpoint/{metadata,filesystem}.py and torch/serialization.py of
 torch 2.11 to 2.15.
@@ -58,7 +58,7 @@ class Refused(Exception):
 
 
 class Record:
-    """Stands for an object of any class: what it was made with, and its state."""
+    """Stands for an object of any class: its arguments and its state."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -112,23 +112,23 @@ ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class Unpickler(pickle.Unpickler):
-    """Executes nothing: knows the names above, and puts records in their place."""
+    """Executes nothing: accepts the names above, and replaces them by records."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a name. Raises Refused for unknown names."""
+        """Return the stand-in for a name. Raises Refused for unknown names."""
         if (found := ALLOWED.get((module, name))) is None:
             raise Refused(f"it names {module}.{name}, which no checkpoint of tensors needs")
         return found
 
     def persistent_load(self, pid: Any) -> Any:
-        """The storage of a tensor: ("storage", class, key, device, elements)."""
+        """Return the storage of a tensor: ("storage", class, key, device, elements)."""
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
             raise Refused("it refers to something that is no storage")
         return pid
 
 
 def unpickle(data: bytes) -> Any:
-    """Raises Refused if it is not one of those that torch writes."""
+    """Unpickle data. Raises Refused if they are not as torch writes them."""
     try:
         return Unpickler(io.BytesIO(data)).load()
     except Refused:
@@ -144,11 +144,11 @@ class Window(io.RawIOBase):
         self._file, self._first, self._num_bytes, self._place = file, first, num_bytes, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True, as files do."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True, as files do."""
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -174,7 +174,7 @@ class Window(io.RawIOBase):
 
 
 def located(file: BinaryIO, first: int, num_bytes: int) -> dict[str, Any]:
-    """Where the values of a tensor lie that `torch.save` wrote into a part of a file.
+    """Return the place of the values of a tensor that `torch.save` wrote into a part of a file.
 
     Returns:
         dtype, `size` and `stride` of the tensor; `offset` of its first element in the storage; `first` byte
@@ -205,7 +205,7 @@ def located(file: BinaryIO, first: int, num_bytes: int) -> dict[str, Any]:
 
 
 def _rebuilt(made: Any) -> tuple[Any, int, tuple[int, ...], tuple[int, ...], str]:
-    """Storage, offset, size, stride and dtype of a tensor."""
+    """Return storage, offset, size, stride and dtype of a tensor."""
     while isinstance(made, REBUILT) and len(made.args) == 3:  # a parameter around it
         made = made.args[0]
     if not isinstance(made, REBUILT) or len(made.args) not in (6, 7, 8):
@@ -235,7 +235,7 @@ def _read_at(file: BinaryIO, place: int, count: int) -> bytes:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint with the place of each chunk, and the names of what is no tensor."""
+    """Return all tensors of a checkpoint with the place of each chunk, and the names of other entries."""
     path = folder / METADATA
     if path.stat().st_size > MAX_METADATA_BYTES:
         raise Refused(f"{METADATA} has more than {MAX_METADATA_BYTES} bytes")
@@ -298,7 +298,7 @@ def _limit(folder: Path) -> None:
 
 
 def main() -> Iterator[str]:
-    """The output for the folder named on the command line."""
+    """Return the output for the folder named on the command line."""
     folder = Path(sys.argv[1])
     try:
         _limit(folder)

@@ -1,8 +1,8 @@
-"""How are the weights of KempnerForge's text model called here, and what else differs?
+"""The weights of KempnerForge's text model under our names, in our layout.
 
-Halves of a head are rotated there and here, so that no rows change places. Packed experts are [experts, in,
-out] there and [experts, out, in] here. Source: the names in the state of kempnerforge.model.transformer at
-commit 5666d0d; weights of images and of pipeline stages have others, and are refused.
+Both rotate halves of a head, so that no rows change places. Packed experts are [experts, in, out] there and
+[experts, out, in] here. Source: the names in the state of kempnerforge.model.transformer at commit 5666d0d;
+weights of images and of pipeline stages have other names, and are refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 class _Place(NamedTuple):
-    """Which tensor of ours one of theirs is, or, with a number, which expert of it."""
+    """The tensor of ours that one of theirs is, or, with a number, an expert of it."""
 
     name: str
     expert: int | None = None
@@ -54,14 +54,14 @@ class _Place(NamedTuple):
 
 
 class OfKempnerForge(Mapping[str, "Tensor"]):
-    """Weights of a text model of KempnerForge under our names; each is read when it is asked for.
+    """Weights of a text model of KempnerForge under our names; each is read on access.
 
     Args:
         tensors: by its names, without `model.`.
-        is_tied: whether the output is the embedding, of which one is kept.
+        is_tied: whether the output is the embedding; then one of the two is kept.
 
     Raises:
-        CheckpointError: names are none of that model, all of which are listed; or experts are missing.
+        CheckpointError: names are none of that model (all are listed), or experts are missing.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], is_tied: bool = False) -> None:
@@ -104,7 +104,7 @@ class OfKempnerForge(Mapping[str, "Tensor"]):
         return len(self._theirs)
 
     def require_same_meaning(self) -> None:
-        """See that the values compute here what they do there.
+        """Check that the values compute the same here as there.
 
         Raises:
             CheckpointError: a bias of experts is not zero, or a tied output differs from the embedding.
@@ -121,7 +121,7 @@ class OfKempnerForge(Mapping[str, "Tensor"]):
 
 
 def read_model(path: Path) -> tuple[str, bool]:
-    """Text of a TOML that `forge convert` wrote, and whether its model has tied embeddings.
+    """Return the text of a TOML that `forge convert` wrote, and whether its model has tied embeddings.
 
     Raises:
         CheckpointError: it cannot be read, or describes no model by our keys.
@@ -140,7 +140,7 @@ def read_model(path: Path) -> tuple[str, bool]:
 
 
 def require_whole(folder: Path) -> None:
-    """See that a folder is a whole checkpoint.
+    """Check that a folder is a whole checkpoint.
 
     Raises:
         CheckpointError: it is that of pipeline stages, or holds steps.
@@ -163,7 +163,7 @@ def _having(folder: Path, pattern: str) -> list[str]:
 
 
 def _place(name: str) -> _Place | None:
-    """Where a weight is here; None if it is not known."""
+    """Return the place of a weight here; None if it is unknown."""
     if (ours := _OUTSIDE.get(name)) is not None:
         return _Place(ours)
     found = _LAYER.fullmatch(name)

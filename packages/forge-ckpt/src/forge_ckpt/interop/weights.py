@@ -43,7 +43,7 @@ DTYPES = {
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a folder by name; each is read when it is asked for.
+    """The tensors of a folder by name; each is read on access.
 
     Raises:
         CheckpointError: there are no safetensors, a file of the index is missing, or one cannot be read.
@@ -86,7 +86,7 @@ class Weights(Mapping[str, Tensor]):
         return len(self._file_of)
 
     def config(self) -> dict[str, Any]:
-        """The `config.json` beside them.
+        """Return the `config.json` beside them.
 
         Raises:
             CheckpointError: there is none, or it is no object of JSON.
@@ -123,11 +123,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class Renamed(Mapping[str, Tensor]):
-    """Tensors of a mapping under other names; each is read when it is asked for.
+    """Tensors of a mapping under other names; each is read on access.
 
     Args:
         tensors: by name.
-        names: for each new name, the one that it has there.
+        names: the old name of each new name.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
@@ -153,21 +153,21 @@ def write_weights(
 ) -> None:
     """Write tensors and their `config.json`; the folder appears when all of it is there.
 
-    In memory at once is one tensor, if `tensors` reads each when it is taken out. What earlier calls
-    that were killed left beside the folder is told, and stays: another process may be writing it.
+    One tensor is in memory at once, if `tensors` reads each on access. Partial folders of earlier killed
+    calls are reported, and stay: another process may be writing them.
 
     Args:
         folder: must not exist.
-        tensors: whole ones, by the names they shall have.
-        config: of the model.
+        tensors: whole tensors, by their names in the files.
+        config: config of the model.
         shard_bytes: files hold at most this much, or one tensor.
         files: text of more files by name.
-        like: tensors of the same names, dtypes and shapes, say on the meta device; without them, each of
-            `tensors` is taken out twice.
+        like: tensors of the same names, dtypes and shapes, for example on the meta device; without them, each
+            of `tensors` is read twice.
 
     Raises:
-        CheckpointError: the folder exists, or cannot be written; or a tensor has a dtype that safetensors
-            does not know.
+        CheckpointError: the folder exists, or cannot be written; or safetensors does not support the dtype of
+            a tensor.
     """
     if shard_bytes < 1:
         raise CheckpointError(f"given files of {shard_bytes} bytes; expected one byte or more")
@@ -192,7 +192,7 @@ def write_weights(
 
 
 def _tell_partial(folder: Path) -> None:
-    """Say which exports in a folder have not come to their end."""
+    """Report the unfinished exports in a folder."""
     told = "%s (%.1f MB) is part of an export: if none is under way, one was killed; remove it"
     for left in sorted(folder.glob(f"{_PARTIAL}*")):
         with suppress(OSError):  # it may have come to its end just now

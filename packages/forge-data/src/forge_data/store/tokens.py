@@ -302,7 +302,7 @@ class Writer:
             ) from error
 
     def _sweep(self) -> None:
-        """Remove files of this store left by killed processes of this host, an hour after their last write."""
+        """Remove what killed processes of this host left of this store, an hour after their last write."""
         own = f".{self.folder.name}.{platform.node()}."
         for left in self.folder.parent.glob(f"{glob.escape(own)}*"):
             pid = left.name[len(own) :].partition(".")[0]
