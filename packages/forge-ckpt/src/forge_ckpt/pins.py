@@ -1,6 +1,6 @@
 """The checkpoints that somebody wants to keep. Imports no torch.
 
-    checkpoints/pin-000000300    step 300 is not pruned while this file is there
+checkpoints/pin-000000300    step 300 is not pruned while this file is there
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Ranks:
         return answer[0]
 
     def held(self, tensors: Mapping[str, Entry]) -> tuple[list[dict[str, Entry]], list[int]]:
-        """Return the tables of tensors of all ranks, equal ones once, and the table of each rank. Collective."""
+        """Return the different tables of tensors of all ranks, and the table of each rank. Collective."""
         mine = msgspec.json.encode(dict(sorted(tensors.items())))
         digests = self.gather(digest(mine))
         distinct = list(dict.fromkeys(digests))
