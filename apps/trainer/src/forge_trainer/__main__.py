@@ -11,7 +11,7 @@ from forge_trainer.console import emit, flush_both, has_reader, open_closed
 from forge_trainer.console_queue import queued_console
 
 READER_GONE = 128 + 13
-"""What a shell says of a command whose reader went away, as in `forge status runs | head -1`."""
+"""The exit code that a shell gives a command whose reader is gone, as in `forge status runs | head -1`."""
 
 
 def main() -> int:
