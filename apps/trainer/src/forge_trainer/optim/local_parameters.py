@@ -233,7 +233,7 @@ Rule = Callable[[LocalParameters, Mapping[str, Any]], None]
 
 
 class SharedRule(Protocol):
-    """A rule that takes a step together with other ranks, for the same parameters on all ranks."""
+    """A rule that steps the same parameters on all ranks together; a missing gradient counts as zero."""
 
     def portions(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
         """Divide parameters into portions that take a step together; the same on all ranks."""

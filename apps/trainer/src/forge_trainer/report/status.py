@@ -37,7 +37,7 @@ INCIDENTS = 5
 
 
 def show_status(options: argparse.Namespace) -> int:
-    """Run `forge status`: print steps, last numbers, checkpoints, and how the run ended and starts again.
+    """Run `forge status`: print steps, numbers, checkpoints, how the run ended and what the next start does.
 
     With `--parameters` it prints how each parameter is trained instead, and imports modules of the run.
 
