@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def _other() -> int:
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is partial is removed
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # partial files are removed
     from forge_trainer.cli import main as command
 
     try:

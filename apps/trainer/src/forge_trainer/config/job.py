@@ -65,7 +65,7 @@ class JobConfig(Config):
         root: folder of all runs.
         seed: seed of the initial weights and of every random number drawn while training.
         deterministic: whether to use only GPU kernels that add in the same order each time: runs are equal
-            bit for bit, and slower; an operation without such a kernel is an error. CPU runs always are equal
+            bit for bit, and slower; an operation without such a kernel fails. CPU runs are always equal.
         attention_kernels: the kernels that `scaled_dot_product_attention` may choose from; default all. If
             none of them supports a layer, the first step raises an error. FlexAttention, which masks
             documents on GPUs, is not among them.

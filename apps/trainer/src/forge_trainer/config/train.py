@@ -38,10 +38,10 @@ class TrainConfig(Config):
         init_from: weights to start from instead of random ones: a folder of Hugging Face weights
             (`*.safetensors`), or a checkpoint of another run, `runs/other@300` for its step 300. A model that
             is composed of others takes a table from the prefix of their weights to their origin.
-            init_include: patterns for names of tensors to load; default all. Patterns are as in
+        init_include: patterns for names of tensors to load; default all. Patterns are as in
             `[[optimizer.groups]]`. The other tensors keep their random values.
-            init_exclude: patterns for names of tensors that are not loaded.
-            init_resize: patterns for names of tensors whose sizes may differ: the common part is loaded.
+        init_exclude: patterns for names of tensors that are not loaded.
+        init_resize: patterns for names of tensors whose sizes may differ: the common part is loaded.
     """
 
     free_keys = ("micro_batch", "log_every_steps")

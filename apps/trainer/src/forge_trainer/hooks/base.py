@@ -88,7 +88,7 @@ class Hook:
     name: str = ""
 
     def on_start(self, progress: Progress) -> None:
-        """Observe the run before the first step of this process, number `progress.step` (0, or resumed)."""
+        """Observe the run before its first step in this process; `progress.step` is 0 or a checkpoint's."""
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """Observe the state after a step."""

@@ -24,7 +24,7 @@ class ProfileConfig(HookConfig):
             that compile and warm up.
         steps: length of a window, in steps.
         ranks: ranks that are profiled, each separately.
-        details: details of the trace: input `shapes` of operations, which the summary needs for matmuls;
+        details: details of the trace: input `shapes`, by which the summary distinguishes matmuls;
             Python `stacks`; `memory` of each operation. All but the first make traces much larger.
         snapshot_step: step after which the GPU memory in use and the allocations of the step are written, to
             `memory-step-00000010-rank-0.pickle` for https://pytorch.org/memory_viz.

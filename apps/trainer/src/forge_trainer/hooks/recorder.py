@@ -153,6 +153,6 @@ def summary(rows: Tensor) -> dict[str, float]:
 def _effective_rank(x: Tensor) -> float:
     """Compute the exp of the entropy of the normalized singular values of [n, d] (Roy and Vetterli 2007)."""
     singular = torch.linalg.svdvals(x - x.mean(0))
-    share = singular.where(singular > 1e-12 * x.norm(), 0.0)  # what is less is rounding
+    share = singular.where(singular > 1e-12 * x.norm(), 0.0)  # smaller values are rounding errors
     share = share / share.sum().clamp_min(1e-300)
     return torch.special.entr(share).sum().exp().item() if share.any() else 0.0

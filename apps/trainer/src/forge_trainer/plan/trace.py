@@ -284,7 +284,7 @@ def on_paper(job: Job, on_gpu: bool) -> Job:
         compute = job.precision.compute_dtype("cuda")
         changes["precision"] = structs.replace(job.precision, compute=compute)
     recompute = job.activation_checkpointing
-    if recompute.mode == "budget":  # the compiler keeps what it may
+    if recompute.mode == "budget":  # the compiler chooses what it keeps
         changes["activation_checkpointing"] = structs.replace(recompute, mode="selective")
     if job.fp8.recipe != "none":
         # the kernels that round for experts are Triton's, which fake tensors do not know

@@ -63,7 +63,7 @@ class Lengths:
 
 
 def evaluated(losses: Mapping[str, Sum], lengths: Mapping[str, float]) -> dict[str, float]:
-    """Return loss, perplexity and, if lengths are known, bits a byte, in all (`loss`) and as `loss/<source>`.
+    """Compute loss, perplexity and (with known lengths) bits a byte, in total and by source (`loss/<name>`).
 
     A source without targets is left out; if there are no targets at all, the loss is NaN.
 

@@ -87,7 +87,7 @@ class Update:
         drop_frozen_gradients(self.optimizer, step)
         statistics = self._prepare()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # where nothing is trained on this rank, what is frozen says in which dtype ranks add up
+        # if this rank trains nothing, its frozen parameters give the dtype in which ranks add up
         parameters = parameters or [p for part in self.parts for p in part.parameters()]
         norm = global_norm(parameters, self.mesh)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
