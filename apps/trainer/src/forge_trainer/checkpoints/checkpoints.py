@@ -102,7 +102,7 @@ class Checkpoints:
         return self._interval.due(step)
 
     def known_good_up_to(self, step: int) -> None:
-        """Record that the run is good up to `step`: the store keeps a checkpoint that is not newer."""
+        """Record that the run is good up to `step`: the store keeps the newest checkpoint up to this step."""
         self._store.known_good_step = step
 
     def save(

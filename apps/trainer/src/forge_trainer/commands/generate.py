@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 
     Attributes:
         text: the prompt.
-        images: the files of its images.
+        images: paths of its images.
     """
 
     text: str

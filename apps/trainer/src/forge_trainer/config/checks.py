@@ -73,7 +73,7 @@ def items_fit_the_sequences(model: ModelConfig, data: DataConfig) -> None:
 
 
 def vocabulary_covers_the_tokenizer(model: ModelConfig, data: DataConfig) -> None:
-    """Require an embedding for every token id of the tokenizer."""
+    """Require an embedding for every token id of the tokenizer, except ids that stand for no text."""
     needed = data.tokenizer.vocab_size
     if needed > model.tokenizer_ids:
         raise ValueError(
