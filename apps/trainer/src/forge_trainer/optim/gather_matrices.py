@@ -20,7 +20,7 @@ from torch import Tensor
 from forge_trainer.optim.newton_schulz import cost
 
 BUCKET_ELEMENTS = 1 << 24
-"""Elements in a bucket, about, for each rank: one bucket is sent while another is computed."""
+"""The approximate size of a bucket in elements a rank; one bucket is sent while another is computed."""
 
 
 class Box(NamedTuple):

@@ -14,8 +14,8 @@ from torch import Tensor
 from forge_trainer.optim.elementwise import COMPILED_ELEMENTS, Formula, foreach, step_compiled
 
 CHUNK_ELEMENTS = 1 << 18
-"""Elements, about, that an element-wise rule gets at a time on a CPU: they stay in its caches, and memory is
-reused."""
+"""The approximate number of elements that an element-wise rule gets at a time on a CPU: they stay in its
+caches, and memory is reused."""
 
 WINDOW_ELEMENTS = 1 << 25
 """The same number on a GPU: a rule computes with about 1 GB, and a kernel takes longer than its start."""
