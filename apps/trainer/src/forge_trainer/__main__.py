@@ -11,7 +11,7 @@ from forge_trainer.console import emit, flush_both, has_reader, open_closed
 from forge_trainer.console_queue import queued_console
 
 READER_GONE = 128 + 13
-"""What a shell says of a command whose reader went away, as in `forge status runs | head -1`."""
+"""The exit code that a shell gives a command whose reader is gone, as in `forge status runs | head -1`."""
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def _other() -> int:
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is partial is removed
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # partial files are removed
     from forge_trainer.cli import main as command
 
     try:

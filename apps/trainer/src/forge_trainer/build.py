@@ -1,4 +1,4 @@
-"""From a job to a run: the recipe, top to bottom."""
+"""Builds a run from its configuration: the recipe, top to bottom."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -54,15 +54,15 @@ def build(
     claim: Claim | None = None,
     start_plan: StartPlan | None = None,
 ) -> Run:
-    """Make a run, continued from its newest checkpoint if it has one. Collective.
+    """Build a run; it continues from its newest checkpoint if it has one. Collective.
 
     Args:
         job: the configuration.
-        stack: what the run opens is closed with it.
-        signals: entered; without it the run makes its own.
-        clock: counts from before the build; without it the run makes its own.
-        claim: makes this start the only one that writes to the run directory; without it nothing does.
-        start_plan: what the start is planned to need.
+        stack: closes at its end all that the run opened.
+        signals: the signal handlers, entered; by default the run makes its own.
+        clock: a clock that runs since before the build; by default the run makes its own.
+        claim: ensures that only this start writes to the run directory; by default nothing ensures it.
+        start_plan: the memory and disk space that the start is planned to need.
     """
     signals, clock, env = signals or stack.enter_context(Signals()), clock or Clock(), Env.detect()
     config, directory = job.resilience, job.job.directory
@@ -102,7 +102,7 @@ def build(
 def open_mesh(
     job: Job, env: Env, signals: Signals, claim: Claim | None, stack: ExitStack
 ) -> tuple[Mesh, int | None]:
-    """The grid of ranks, and the number of the lease under which they write. Collective."""
+    """Build the grid of ranks; return it and the number of the lease under which they write. Collective."""
     job.require_layout(env.world_size)
     if job.fp8.recipe != "none":
         with torch.device("meta"):
@@ -122,19 +122,19 @@ def open_mesh(
 
 
 def build_parts(job: Job, mesh: Mesh) -> list[nn.Module]:
-    """This rank's parts of the model, parallel and on its device, still without values. Collective."""
+    """Build this rank's parts of the model, parallelized, on its device, with no values yet. Collective."""
     return [materialize(part, mesh.device) for part in parallel_parts(job, mesh)]
 
 
 def parallel_parts(
     job: Job, mesh: Mesh, prepare: Callable[[int, nn.Module], None] | None = None
 ) -> list[nn.Module]:
-    """This rank's parts of the model, parallel, on the meta device. Collective.
+    """Build this rank's parts of the model, parallelized, on the meta device. Collective.
 
     Args:
         job: the configuration.
         mesh: the grid of ranks.
-        prepare: called with the number of each part and the part, before it is made parallel.
+        prepare: called with the number of each part and the part, before the part is parallelized.
     """
     parts: list[nn.Module] = []
     for number, stage in enumerate(stages_of(mesh.pipeline.rank, mesh.pipeline.size, job.pipeline)):
@@ -158,7 +158,7 @@ def build_optimizer(job: Job, parts: list[nn.Module], mesh: Mesh) -> Optimizer:
 def build_update(
     job: Job, parts: list[nn.Module], optimizer: Optimizer, mesh: Mesh, progress: Progress
 ) -> Update:
-    """From gradients to new weights, at the learning rate of a run that ends at `progress.until`."""
+    """Build the update of the weights, at the learning rates of a run that ends at `progress.until`."""
 
     def lr_factor(step: int) -> float:
         return job.lr_factor(step, progress.until)
@@ -170,7 +170,7 @@ def build_update(
 
 
 def build_loss(job: Job) -> Callable[..., Any]:
-    """The loss, its chunks compiled where blocks are, if it knows how."""
+    """Build the loss; its chunks are compiled if the blocks are and the loss supports it."""
     loss = job.loss.build()
     if job.compile.enabled and hasattr(loss, "compile_chunks"):
         loss.compile_chunks(job.compile.backend)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: every second belongs to a named span."""
+"""Measures where the time of a run goes: every second belongs to a named span."""
 
 import time
 from collections import defaultdict
@@ -6,25 +6,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TRAINING = frozenset({"data", "step", "agree", "log"})
-"""Spans that are part of training; speed is measured over these and over what is in no span."""
+"""Spans that are part of training; speed is measured over these and over the time outside all spans."""
 
 BUILD, STEP = "build", "step"
-"""The span before the loop, and that of training itself."""
+"""The span before the loop, and the span of a training step."""
 
 BETWEEN = "between"
-"""What is done outside of all spans. Its lengths are told too; they are in no sum."""
+"""The time outside all spans. Listeners get its lengths; no total contains them."""
 
 END = "end"
-"""What is done after training until the process is gone."""
+"""The time from the end of training to the end of the process."""
 
 
 class Clock:
     """A stopwatch with named spans. It starts when it is made; `launch` makes it before anything is built.
 
     Attributes:
-        total_s: seconds in each span since the start. A span inside another counts in the inner one only.
-        listeners: told the name and the length in seconds of each span when it ends, and of what is between.
-        watchers: told what is done now, the name of a span, whenever that changes.
+        total_s: seconds in each span since the start. Time in a nested span counts in the inner span only.
+        listeners: called with the name and the seconds of each span when it ends, and of the time between.
+        watchers: called with the name of the span that begins, and again whenever it advances.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Clock:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """What comes after this block, however it ends, is the end of the process."""
+        """Count the time after this block as the end of the process, even if an exception ends the block."""
         try:
             yield
         finally:
@@ -78,7 +78,7 @@ class Clock:
             watcher(name)
 
     def lap(self) -> dict[str, float]:
-        """Seconds since the last lap: of each span that took any, and under `training` those of training."""
+        """Return the seconds since the last lap: of each span that took any, and of training (`training`)."""
         now = time.perf_counter()
         wall_s, self._lap_start = now - self._lap_start, now
         spans = {name: s - self._lap_s.get(name, 0.0) for name, s in self.total_s.items()}

@@ -7,9 +7,9 @@ from typing import TextIO
 
 
 def open_closed() -> None:
-    """Open the streams that this process was started without, as with `>&-`: they lead nowhere.
+    """Open the standard streams that this process lacks, as after `>&-`, on /dev/null.
 
-    Else the next file that is opened would be taken for the console by whatever writes to its number.
+    Otherwise the next file that is opened gets the number of the console, and console output goes into it.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -21,7 +21,7 @@ def open_closed() -> None:
 
 
 def emit(text: str, stream: TextIO) -> None:
-    """Write and flush; if that fails, this and all later output is dropped."""
+    """Write and flush a text; if that fails, drop it and all later output."""
     try:
         stream.write(text)
         stream.flush()
@@ -37,7 +37,7 @@ def has_reader(stream: TextIO) -> bool:
 
 
 def flush_both() -> None:
-    """Flush both streams, so that the interpreter does not fail to and replace the exit code with 120."""
+    """Flush both streams; if the interpreter failed to do so, it would replace the exit code with 120."""
     for stream in (sys.stdout, sys.stderr):
         emit("", stream)
 

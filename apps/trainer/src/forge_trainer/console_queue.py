@@ -1,4 +1,4 @@
-"""stdout and stderr of a run: a write returns at once, whoever reads it or does not."""
+"""stdout and stderr of a run: a write returns at once, even if nobody reads the output."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import TextIO
 from forge_trainer.console import emit, silence
 
 MOST_BYTES = 1 << 20
-"""So much may wait for a reader; lines beyond it are dropped and counted."""
+"""The most bytes that may wait for a reader; lines beyond them are dropped and counted."""
 
 PIECE_BYTES = 1 << 16
 
 PATIENCE_S = 5.0
-"""At the end of a run, a reader that takes nothing for so long is given up."""
+"""At the end of a run, the queue gives up a reader that reads nothing for this long."""
 
 
 class ConsoleQueue(io.RawIOBase):
-    """Bytes on their way to a stream; a thread writes them there.
+    """A queue of bytes for a stream; a thread writes them to the stream.
 
-    Only the thread ever waits for the reader. A process that was forked from this one has no such thread:
-    there, writes go straight to the stream.
+    Only the thread waits for the reader. A process forked from this one has no such thread: there, writes go
+    directly to the stream.
 
     Args:
-        plain: the stream, which nothing else writes to meanwhile.
+        plain: the stream; nothing else may write to it meanwhile.
     """
 
     def __init__(self, plain: TextIO) -> None:
@@ -49,11 +49,11 @@ class ConsoleQueue(io.RawIOBase):
         return self._terminal
 
     def fileno(self) -> int:
-        """Of the stream."""
+        """The file descriptor of the stream."""
         return self._fd
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Put bytes behind those that wait, or drop them if too many do; returns how many were given."""
+        """Append bytes to the queue, or drop them if it is full; return the length of `data` either way."""
         piece = bytes(data)
         if os.getpid() != self._process:
             self._write(piece)
@@ -67,7 +67,7 @@ class ConsoleQueue(io.RawIOBase):
         return len(piece)
 
     def drain(self) -> bool:
-        """Wait until all is written, or for as long as the reader takes something; whether all is written."""
+        """Wait until all is written or the reader stops reading; return whether all is written."""
         with self._changed:
             self._say_dropped()
             while self._waiting:
@@ -103,7 +103,7 @@ class ConsoleQueue(io.RawIOBase):
             self._changed.notify_all()
 
     def _write(self, piece: bytes) -> None:
-        """Write all; where the reader is gone or the disk is full, this and what follows goes nowhere."""
+        """Write all; if the reader is gone or the disk is full, drop this and all later output."""
         while piece:
             try:
                 piece = piece[os.write(self._fd, piece[:PIECE_BYTES]) :]
@@ -118,9 +118,9 @@ class ConsoleQueue(io.RawIOBase):
 
 @contextmanager
 def queued_console() -> Iterator[None]:
-    """Let `sys.stdout` and `sys.stderr` be queues; at the end they are the plain streams again.
+    """Replace `sys.stdout` and `sys.stderr` by queues; restore the plain streams at the end.
 
-    A plain stream whose reader stands still even then goes nowhere, so that nothing can wait for it.
+    A plain stream whose reader still reads nothing is then redirected to /dev/null, so that nothing waits.
     """
     plain, made = (sys.stdout, sys.stderr), list[ConsoleQueue]()
     for stream in plain:
@@ -140,5 +140,5 @@ def queued_console() -> Iterator[None]:
 
 
 def _errors(stream: TextIO) -> str:
-    """A letter that the encoding of a console does not know ends no run."""
+    """Return the error mode of the encoding: a letter that a console cannot show must not end a run."""
     return "backslashreplace" if stream.errors in (None, "strict") else stream.errors

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 STOPPED, FAILED, GONE = "forge/stopped", "forge/failed", "forge/gone"
-"""Keys in the store of the ranks: one was asked to stop; who failed first, and why; how many left."""
+"""Keys in the store of the ranks: a rank was asked to stop; which rank failed first, and why; ranks gone."""
 
 LINGER_S = 5.0
-"""So long the rank that may hold the store stays for the others to read it."""
+"""The longest that the rank that may serve the store waits at its end for the others to read it."""
 
 
 class FailedElsewhere(Exception):
-    """Another rank failed first, and this one only because of it.
+    """The error of a rank that fails only because another rank failed first.
 
     Attributes:
-        code: with which that one ends.
+        code: the exit code of the rank that failed first.
     """
 
     def __init__(self, code: ExitCode, why: str) -> None:
@@ -38,14 +38,14 @@ class FailedElsewhere(Exception):
 
 
 class EndTogether:
-    """A context to be entered before the process group is made, and left after it is gone.
+    """A context that begins before the process group is made and ends after the group is gone.
 
-    A signal during the start raises `Stopped` at once on its rank, which drops its connections: the others
-    fail in whatever they do with it. They read in the store of the ranks why it left, and end as it did.
+    A signal during the start raises `Stopped` at once on its rank, which drops its connections: every
+    operation of other ranks with it fails. They read the reason in the store of the ranks, and end too.
 
     Args:
-        signals: of this process.
-        env: its place.
+        signals: the signal handlers of this process.
+        env: rank, world size and device of this process.
     """
 
     def __init__(self, signals: Signals, env: Env) -> None:
@@ -54,7 +54,7 @@ class EndTogether:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Inside of the process group.
+        """Enter this context inside of the process group.
 
         Raises:
             Stopped: another rank was asked to stop during the start.
@@ -78,10 +78,10 @@ class EndTogether:
 
     @contextmanager
     def telling(self, code: Callable[[BaseException], ExitCode]) -> Iterator[None]:
-        """Innermost: a rank that fails tells the others why before its connections drop.
+        """Tell the other ranks why this one fails before its connections drop; the innermost context.
 
         Args:
-            code: with which a rank ends that has this error.
+            code: gives the exit code for an error.
 
         Raises:
             FailedElsewhere: another rank had failed when this one did.
@@ -102,7 +102,7 @@ class EndTogether:
             raise FailedElsewhere(ExitCode(int(number)), why) from error
 
     def _first(self, store: Store, mine: str) -> str:
-        """Why the first rank failed that did; this one, where the store is gone."""
+        """Return why the first rank failed; `mine` if the store is gone."""
         with suppress(RuntimeError):
             store.set_timeout(timedelta(seconds=LINGER_S))
             return store.compare_set(FAILED, "", mine).decode(errors="replace")
@@ -123,10 +123,10 @@ class EndTogether:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The first rank, which may hold the store, stays until the others have read it.
+        """Wait on the first rank, which may serve the store, until the others have read it.
 
-        They read it once their connections to this rank fail. Those of gloo live as long as anything refers
-        to a group, which frames of the error do: they are dropped by hand.
+        They read it once their connections to this rank fail. Connections of gloo live as long as anything
+        refers to a group, and frames of the error do; so this method shuts the connections down itself.
         """
         if self._store is None or kind is None or not issubclass(kind, Exception | Stopped) or self._env.rank:
             return
@@ -138,7 +138,7 @@ class EndTogether:
 
 
 def drop_connections(but: int) -> None:
-    """Shut down the TCP connections of this process, on Linux, except those from or to one port."""
+    """Shut down the TCP connections of this process, on Linux, except connections from or to port `but`."""
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):

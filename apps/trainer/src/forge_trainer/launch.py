@@ -38,10 +38,10 @@ def run_job(
 
     Args:
         loaded: the configuration.
-        rank: of this process; the first one speaks for all.
-        signals: entered by the command; without it the run makes its own.
-        change: keys that may change as a recorded event may do so.
-        start_plan: what the start is planned to need, known on the first rank; None on all asks nothing.
+        rank: rank of this process; only the first rank prints.
+        signals: the signal handlers, entered by the command; by default the run makes its own.
+        change: whether keys that may change as a recorded event may differ from those of the run.
+        start_plan: the planned needs of the start, on the first rank; None on all ranks checks nothing.
 
     Raises:
         Stopped: a signal came before the first step.
@@ -84,7 +84,7 @@ def run_job(
 
 
 def watch(job: Job, claim: Claim, clock: Clock, stack: ExitStack) -> None:
-    """Have a watchdog learn from the clock and end this process when something hangs."""
+    """Start a watchdog that follows the clock and ends this process when something hangs."""
     config, env = job.resilience, Env.detect()
     if not config.watchdog:
         return
@@ -104,7 +104,7 @@ def watch(job: Job, claim: Claim, clock: Clock, stack: ExitStack) -> None:
 
 
 def _outcome(run: Run, verdict: Verdict, claim: Claim) -> tuple[ExitCode, str]:
-    """The exit code and its reason."""
+    """Return the exit code of a run and its reason."""
     step = run.progress.step
     if verdict == Verdict.ABORT and not claim.is_held():
         return ExitCode.LOCKED, f"stopped at step {step}: another process took {run.directory} over"

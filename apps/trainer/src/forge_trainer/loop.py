@@ -27,12 +27,12 @@ def train(
     Args:
         step: trains on one global batch.
         batches: this rank's part of each global batch.
-        progress: advanced in place.
-        guards: observe and judge every step.
-        hooks: observe every `hook.every` steps and at the end.
-        save_due: whether a checkpoint is due after so many steps.
-        agree: the gravest verdict over all ranks, the only place where ranks decide together.
-        save: writes a checkpoint, and returns CONTINUE; or what follows if the state is not worth keeping.
+        progress: the counts of the run, advanced in place.
+        guards: observers that judge every step.
+        hooks: observers that run every `hook.every` steps and at the end.
+        save_due: returns whether a checkpoint is due after a number of steps.
+        agree: returns the gravest verdict over all ranks; the only place where ranks decide together.
+        save: writes a checkpoint and returns CONTINUE; returns a guard's verdict if the state is bad.
         clock: counts the time of each part.
 
     Returns:

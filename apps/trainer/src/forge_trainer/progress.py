@@ -1,4 +1,4 @@
-"""How far a run has come: the few integers that, with the tensors, are its whole state."""
+"""The progress of a run: a few integers that, with the tensors, are its whole state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Progress:
         step: optimizer steps taken, skipped ones (non-finite gradient) included.
         samples: sequences consumed; the position in the data.
         tokens: tokens consumed.
-        until: the step to end at: that of the configuration, or the last one for which there are data.
+        until: the step to end at: `train.steps`, or an earlier step at which the data end.
     """
 
     step: int = 0
@@ -32,7 +32,7 @@ class Progress:
         return self.step >= self.until
 
     def counts(self) -> dict[str, int]:
-        """State for the checkpoint."""
+        """Return the state for the checkpoint."""
         return {"step": self.step, "samples": self.samples, "tokens": self.tokens}
 
     def advance(self, out: StepOutput) -> None:
@@ -42,16 +42,16 @@ class Progress:
         self.tokens += out.tokens
 
     def become(self, other: Progress) -> None:
-        """Go on from another place, to the same end."""
+        """Take over the counts of `other`; the end stays the same."""
         self.step, self.samples, self.tokens = other.step, other.samples, other.tokens
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A part of a run, a guard or a hook, that counts something which must survive a restart."""
+    """A guard, a hook or another part of a run whose counts must survive a restart."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON; the same on every rank, or of the first rank only."""
+        """Return the state for the checkpoint, as JSON; equal on all ranks, or present on the first only."""
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:

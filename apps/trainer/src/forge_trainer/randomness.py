@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, step, rank), so that there is no generator state to save."""
+"""Makes random numbers a pure function of (seed, step, rank), so that no generator state must be saved."""
 
 import os
 import random
@@ -11,14 +11,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""With a fixed workspace cuBLAS takes the same kernels each time; it is read when a device is first used."""
+"""A fixed workspace makes cuBLAS choose the same kernels each time; it is read at a device's first use."""
 
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Let torch take kernels that give the same bits each time, for the time of a run, and refuse the rest.
+    """Make torch use only kernels that give the same bits each time, inside this context.
 
-    An operation that has none raises a RuntimeError that names it. Nothing is changed where it is not wanted.
+    An operation without such a kernel raises a RuntimeError that names it. `wanted` = False changes nothing.
     """
     if not wanted:
         yield
@@ -48,7 +48,7 @@ KERNELS = {
 
 
 def attention_kernels(names: Sequence[str]) -> AbstractContextManager[Any]:
-    """Let attention choose from some kernels only, for the time of a run; from any where none is named."""
+    """Restrict attention to the named kernels inside this context; no names allow every kernel."""
     return sdpa_kernel([KERNELS[name] for name in names]) if names else nullcontext()
 
 

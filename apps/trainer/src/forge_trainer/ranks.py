@@ -1,4 +1,4 @@
-"""Work that one rank does for all."""
+"""Runs work that some ranks do while the others wait."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONGEST_WAIT_S = 1.0
-"""How often ranks tell each other that they still work, after a short while."""
+"""The longest interval at which ranks tell each other that they still work."""
 
 
 def from_first(work: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Run `work` on the first rank; returns its result on every rank. Collective.
+    """Run `work` on the first rank; return its result on every rank. Collective.
 
     Args:
         work: must not raise; what it returns must pickle.
-        group: of all ranks, on the CPU; None in a lone process.
+        group: process group of all ranks, on the CPU; None in a single process.
     """
     if group is None:
         return work()
@@ -36,19 +36,19 @@ def from_first(work: Callable[[], T], group: ProcessGroup | None) -> T:
 def keep_in_touch(
     work: Callable[[Callable[[], None]], T], group: ProcessGroup | None, on_progress: Callable[[], None]
 ) -> T:
-    """What `work` returns on this rank, as soon as every rank has done its own. Collective.
+    """Run `work` on every rank; return this rank's result when all are done. Collective.
 
-    Work may take hours on some ranks: meanwhile all tell each other that they are there, so that no
-    collective waits for longer than its timeout, and a signal is heard.
+    Work may take hours on some ranks: meanwhile all ranks exchange short messages, so that no collective
+    waits longer than its timeout, and a signal is handled.
 
     Args:
-        work: told what to call now and then as it gets on; is done in a thread if there are several ranks.
-        group: of all ranks, on the CPU; None in a lone process.
-        on_progress: called when the work of any rank has got on.
+        work: takes a function that it calls as it progresses; runs in a thread if there are several ranks.
+        group: process group of all ranks, on the CPU; None in a single process.
+        on_progress: called when the work of any rank has progressed.
 
     Raises:
-        Exception: what `work` raised on this rank.
-        DataError: it raised on another rank.
+        Exception: the error that `work` raised on this rank.
+        DataError: `work` raised an error on another rank.
     """
     if group is None:
         return work(on_progress)

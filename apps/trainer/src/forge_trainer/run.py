@@ -1,4 +1,4 @@
-"""A run: few parts, none of which is replaced once it is built."""
+"""A run: a few parts; no part is replaced once it is built."""
 
 import sys
 import time
@@ -37,24 +37,24 @@ from forge_trainer.track.open import open_trackers
 
 @dataclass
 class Run:
-    """Everything a run is made of; hooks see it as a `RunView`.
+    """All parts of a run; hooks see it as a `RunView`.
 
     Attributes:
         job: the configuration.
-        env: the place of this process.
+        env: rank, world size and device of this process.
         mesh: the grid of ranks.
-        parts: the parts of the model that this rank holds, sharded and with their values.
-        optimizer: of the parts.
-        step: trains and evaluates.
-        progress: how far it has come.
-        data: what it trains on.
-        guards: what may stop it.
-        recovery: what follows trouble.
-        checkpoints: writes them, and goes back to one.
-        trackers: where metrics go; empty on all ranks but the first.
-        clock: where the time goes.
-        stack: what is opened is closed with it.
-        hooks: what observes it.
+        parts: this rank's parts of the model, sharded and with their values.
+        optimizer: the optimizer of the parts.
+        step: trains on a batch, and evaluates.
+        progress: the counts of steps, samples and tokens.
+        data: the training and held-out data.
+        guards: observers that may stop the run.
+        recovery: decides where the run goes back to after trouble.
+        checkpoints: writes checkpoints, and restores one.
+        trackers: destinations of metrics; empty on all ranks but the first.
+        clock: measures where the time goes.
+        stack: closes at its end all that the run opened.
+        hooks: observers of the run.
     """
 
     job: Job
@@ -75,11 +75,11 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """Where it writes."""
+        """The run directory."""
         return self.job.job.directory
 
     def train(self) -> Verdict:
-        """Train to the end, or until a guard stops the run; go back where there is trouble. Collective."""
+        """Train to the end, or until a guard stops the run; roll back after trouble. Collective."""
         self._tell(lambda hook: hook.on_start(self.progress))
         if self.progress.step == 0 and self.job.checkpoint.keep_initial:
             with self.clock.span("save"):
@@ -103,7 +103,7 @@ class Run:
                 tracker.log(record)
 
     def save(self) -> Verdict:
-        """Write a checkpoint, or begin to, and return CONTINUE; or what follows a bad state. Collective.
+        """Write a checkpoint, or begin to; return CONTINUE, or a guard's verdict on a bad state. Collective.
 
         Raises:
             CheckpointError: three saves in a row have failed.
@@ -121,7 +121,7 @@ class Run:
         return Verdict.CONTINUE
 
     def counters(self) -> dict[str, Stateful]:
-        """The parts whose counts a checkpoint keeps, by name."""
+        """Return the parts whose counts a checkpoint keeps, by name."""
         found: dict[str, Any] = {guard.name: guard for guard in self.guards if guard.name}
         found |= {hook.span: hook for hook in self.hooks if isinstance(hook, Log)}
         found |= {f"hooks.{hook.name}": hook for hook in self.hooks if hook.name}
@@ -129,13 +129,13 @@ class Run:
         return {name: one for name, one in found.items() if isinstance(one, Stateful)}
 
     def load_counts(self, counts: Mapping[str, Any]) -> None:
-        """Restore all counts of a checkpoint; parts it does not know start anew."""
+        """Restore all counts of a checkpoint; parts that it does not contain start anew."""
         for name, counter in self.counters().items():
             if name in counts:
                 counter.load_state(counts[name])
 
     def go_back(self) -> bool:
-        """Be what a start from a checkpoint before the trouble would be; False without one. Collective."""
+        """Roll back to a checkpoint from before the trouble; return False if there is none. Collective."""
         at, made = self.progress.step, self.recovery.begin()
         if made is None:
             return False
@@ -183,7 +183,7 @@ class Run:
                 what(hook)
 
     def _tell_of_repetition(self, step: int, finite: bool) -> None:
-        """Log the meaning of a repeated step, on the first rank."""
+        """Log on the first rank what the repetition of a step showed."""
         if self.env.rank == 0:
             exact = self.job.job.deterministic or self.mesh.device.type == "cpu"
             means = meaning_of_repetition(finite, exact)

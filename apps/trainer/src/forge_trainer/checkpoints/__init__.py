@@ -1,1 +1,1 @@
-"""Where the tensors of a run come from, and where they are kept."""
+"""Loads, initializes and saves the tensors of a run."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: at which steps one is due, writing one, and going back to one."""
+"""The checkpoints of a run: when they are due, how they are written and how they are restored."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from forge_trainer.progress import Progress, Stateful
 from forge_trainer.ranks import from_first
 
 FIRST_STEPS = 20
-"""With "auto", the first checkpoint of a start comes after so many steps: until then nothing is measured."""
+"""With "auto", the steps up to the first checkpoint of a start: until then nothing is measured."""
 
 
 class Failures(Protocol):
-    """Knows how often a run fails; a `Ledger` does."""
+    """An object that knows how often a run fails, such as a `Ledger`."""
 
     @property
     def mean_time_to_failure_s(self) -> float: ...  # noqa: D102
 
 
 class Interval:
-    """Every N steps, or as often as it is worth it; and at the end. All ranks hold the same.
+    """Decides when checkpoints are due: every N steps or by their cost, and at the end; equal on all ranks.
 
     Args:
-        config: says how far apart checkpoints are; milestones and dense windows are due as well.
-        progress: of the run.
-        group: of all ranks, on the CPU.
-        failures: of the run, asked on the first rank; None where nothing is known of them.
+        config: distance of checkpoints, milestones and dense windows.
+        progress: progress of the run.
+        group: process group of all ranks, on the CPU.
+        failures: failure rate of the run, used on the first rank; None if it is unknown.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Interval:
         self.rewind()
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due after so many steps."""
+        """Return whether a checkpoint is due after step number `step`."""
         if step == self._progress.until or self._is_dense(step):
             return True
         if self._milestones and step % self._milestones == 0:
@@ -66,11 +66,11 @@ class Interval:
         return step % self._every == 0 if isinstance(self._every, int) else step >= self._next
 
     def rewind(self) -> None:
-        """Begin to measure where the run is."""
+        """Start measuring anew from the present step of the run."""
         self._next, self._last = self._progress.step + FIRST_STEPS, (self._progress.step, time.monotonic())
 
     def saved(self, step: int, stall_s: float) -> None:
-        """Learn how long training has waited for a checkpoint. Collective with "auto"."""
+        """Record how long training waited for a checkpoint. Collective with "auto"."""
         if self._every == "auto":
             self._next = step + from_first(lambda: self._distance(step, stall_s), self._group)
 
@@ -85,37 +85,37 @@ class Interval:
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, and brings it back to one.
+    """Writes the checkpoints of a run, and restores one.
 
     Args:
-        store: where they are.
-        state: model and optimizer.
-        saver: writes them, beside training if it may.
-        interval: says when one is due.
+        store: the store of the checkpoints.
+        state: state of model and optimizer.
+        saver: writes checkpoints; in the background if configured.
+        interval: decides when a checkpoint is due.
     """
 
     def __init__(self, store: Store, state: TrainState, saver: Saver, interval: Interval) -> None:
         self._store, self._state, self._saver, self._interval = store, state, saver, interval
 
     def due(self, step: int) -> bool:
-        """Whether one is due after so many steps."""
+        """Return whether a checkpoint is due after `step` steps."""
         return self._interval.due(step)
 
     def known_good_up_to(self, step: int) -> None:
-        """Tell that so many steps are known to be good: an older checkpoint may be needed until then."""
+        """Record that the run is good up to `step`: the store keeps the newest checkpoint up to this step."""
         self._store.known_good_step = step
 
     def save(
         self, progress: Progress, data: Data, counters: Mapping[str, Stateful], rollbacks: int, begin_s: float
     ) -> None:
-        """Write one, or begin to. Collective.
+        """Write a checkpoint, or begin to. Collective.
 
         Args:
-            progress: how far the run has come.
-            data: that it is trained on.
-            counters: guards and hooks whose counts are kept, by name.
-            rollbacks: of the run so far.
-            begin_s: since when training waits, by `time.monotonic`.
+            progress: progress of the run.
+            data: training data of the run.
+            counters: guards and hooks whose counts are saved, by name.
+            rollbacks: number of rollbacks of the run so far.
+            begin_s: time at which training began to wait, by `time.monotonic`.
 
         Raises:
             CheckpointError: three saves in a row have failed.
@@ -130,11 +130,11 @@ class Checkpoints:
         self._interval.saved(progress.step, time.monotonic() - begin_s)
 
     def restore(self, parts: Sequence[nn.Module], job: Job, step: int) -> Restored:
-        """Bring model and optimizer back to where they were after so many steps; see `resume_or_start`."""
+        """Restore model and optimizer from the newest checkpoint up to `step`; see `resume_or_start`."""
         return resume_or_start(self._store, self._state, parts, job, step)
 
     def rewind(self) -> None:
-        """The run goes on from an earlier step."""
+        """Start measuring anew after the run went back to an earlier step."""
         self._interval.rewind()
 
     def finish(self, progress: Progress) -> None:
@@ -162,18 +162,18 @@ Restored = tuple[Progress, str | None, dict[str, Any], Mapping[str, Any]]
 def resume_or_start(
     store: Store, state: TrainState, parts: Sequence[nn.Module], job: Job, until: int | None = None
 ) -> Restored:
-    """Load the newest intact checkpoint, or set initial weights where there is none. Collective.
+    """Load the newest intact checkpoint, or set initial weights if there is none. Collective.
 
     Args:
-        store: the checkpoints.
-        state: into which they are loaded.
-        parts: of the model, the ones that this rank holds.
-        job: of the run.
-        until: checkpoints of later steps are passed by.
+        store: the store of the checkpoints.
+        state: state of model and optimizer, restored in place.
+        parts: this rank's parts of the model.
+        job: configuration of the run.
+        until: the last step whose checkpoint may be loaded; default any.
 
     Returns:
-        How far the run had come, the fingerprint of its data, what its guards and hooks had counted, and the
-        plain values of all ranks, among them the places in data that are read in order.
+        The progress of the run, the fingerprint of its data, the counts of its guards and hooks, and the
+        plain values of all ranks, which include the positions in data that are read in order.
     """
     found = store.resume(state.targets, until)
     if found is None:
@@ -188,10 +188,10 @@ def resume_or_start(
 
 
 def plain(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a guard or a hook, as JSON that comes back exactly; `restored` is the inverse.
+    """Convert the state of a guard or a hook to JSON without loss; `restored` is the inverse.
 
     Raises:
-        ConfigError: JSON cannot hold it.
+        ConfigError: JSON cannot represent the state.
     """
     try:
         return to_json(dict(state), "it")
@@ -200,5 +200,5 @@ def plain(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restored(saved: dict[str, Any]) -> dict[str, Any]:
-    """Inverse of `plain`; JSON of an older version stays as it is."""
+    """Invert `plain`; JSON of an older version stays as it is."""
     return from_json(saved) if saved.keys() == {"dict"} else saved

@@ -1,4 +1,4 @@
-"""Which weights does a run start from, and which of them fit its model? Imports no torch."""
+"""Finds the weights that a run starts from, and selects tensors that fit its model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class _Model(Config):
 
 
 class Origin(NamedTuple):
-    """Where weights come from.
+    """The origin of initial weights.
 
     Attributes:
-        name: as the configuration says it.
-        folder: of Hugging Face weights, or of one checkpoint.
-        is_checkpoint: which of them.
-        prefix: of the weights of the model that come from there; "" is all of them.
+        name: name of the origin in the configuration.
+        folder: folder of Hugging Face weights, or of one checkpoint.
+        is_checkpoint: whether the folder is a checkpoint.
+        prefix: name prefix of the model's weights that come from this origin; "" stands for all weights.
     """
 
     name: str
@@ -52,14 +52,14 @@ class Origin(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether weights have our names: those of a checkpoint, or of a folder with the keys of its run."""
+        """Whether the weights have Forge names: a checkpoint, or a folder with the `config.toml` of a run."""
         return self.is_checkpoint or (self.folder / "config.toml").exists()
 
     def model(self) -> ModelConfig | None:
-        """The model that they were made for; None where nothing beside a checkpoint says so. Imports nothing.
+        """Return the model of the weights; None if no file beside them names it. Imports nothing.
 
         Raises:
-            ConfigError, ModelError: what says so cannot be read.
+            ConfigError, ModelError: the file that describes the model cannot be read.
         """
         if not self.is_ours:
             return self._decoder()
@@ -86,7 +86,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(name: str) -> Origin:
-    """What `train.init_from` names: a folder of Hugging Face weights, or the checkpoint of a step.
+    """Find what `train.init_from` names: a folder of Hugging Face weights, or the checkpoint of a step.
 
     Args:
         name: a folder of weights; `RUN@STEP`, where RUN is the directory of a run or of its checkpoints; or
@@ -118,13 +118,13 @@ def _folders(run: Path) -> Folders:
 
 
 def require_origins(model: ModelConfig, train: TrainConfig) -> list[Origin]:
-    """Find the weights that a run starts from; those of another model must be taken in parts.
+    """Find the weights that a run starts from; check that they are of its model unless it takes parts.
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        ModelError: they belong to another model, or what says to which cannot be read.
-        ConfigError: they belong to another model, every difference of which is listed; or the model has no
-            weights of such a prefix, or none that come from Hugging Face.
+        ModelError: the weights belong to another model, or the file that describes it cannot be read.
+        ConfigError: the weights belong to another model (lists every difference); or the model has no
+            weights with such a prefix, or no Hugging Face form.
     """
     found = [origin_of(name)._replace(prefix=prefix) for prefix, name in train.origins.items()]
     for origin in found:
@@ -134,10 +134,10 @@ def require_origins(model: ModelConfig, train: TrainConfig) -> list[Origin]:
 
 
 def part_of(model: ModelConfig, prefix: str) -> ModelConfig:
-    """The part of a model whose names begin with a prefix; the whole model if the prefix is empty.
+    """Return the part of a model whose names begin with a prefix; the whole model for an empty prefix.
 
     Raises:
-        ConfigError: it has no such part.
+        ConfigError: the model has no such part.
     """
     if not prefix:
         return model
@@ -152,12 +152,12 @@ def part_of(model: ModelConfig, prefix: str) -> ModelConfig:
 
 
 def is_of_the_whole(model: ModelConfig, origin: Origin) -> bool:
-    """Whether a checkpoint is of a model of the same type, whose weights of the prefix are taken."""
+    """Return whether an origin with a prefix holds a whole model of the same type as `model`."""
     return bool(origin.prefix) and origin.is_ours and type(origin.model()) is type(model)
 
 
 def _require(model: ModelConfig, origin: Origin) -> None:
-    """See that weights were made for the part of the model that is to have them."""
+    """Check that weights were made for the part of the model that is to load them."""
     other = origin.model() if origin.is_ours else None
     if other is not None and is_of_the_whole(model, origin):
         if origin.prefix not in model.parts():
@@ -177,10 +177,10 @@ def _require(model: ModelConfig, origin: Origin) -> None:
 
 
 def form_of(model: ModelConfig, place: str) -> HuggingFace:
-    """How a model becomes one of Hugging Face and back.
+    """Return the conversion of a model to Hugging Face and back.
 
     Raises:
-        ModelError: it does not; `place` is what was asked for.
+        ModelError: the model has no such conversion; the message names `place`.
     """
     if (form := model.hugging_face()) is None:
         raise ModelError(
@@ -190,7 +190,7 @@ def form_of(model: ModelConfig, place: str) -> HuggingFace:
 
 
 def unlike(model: ModelConfig, other: ModelConfig | None) -> list[str]:
-    """Where two models differ, one line each; nothing where that is not known."""
+    """List the differences of two models, one line each; none if the other model is unknown."""
     if other is None:
         return []
     if isinstance(model, DecoderConfig) and isinstance(other, DecoderConfig):
@@ -210,7 +210,7 @@ def unlike(model: ModelConfig, other: ModelConfig | None) -> list[str]:
 
 
 def _outside(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a model that are not those of other models within, nor free, flat."""
+    """Return the flat keys of a model, without free keys and keys of models inside it."""
     inner = {*model.free_keys} | {
         field.encode_name
         for field in structs.fields(model)
@@ -220,13 +220,13 @@ def _outside(model: ModelConfig) -> dict[str, Any]:
 
 
 class Chosen(NamedTuple):
-    """Which tensors are taken.
+    """The selection of tensors to load.
 
     Attributes:
-        taken: names of those of equal sizes.
-        resized: names of those of which a part is taken.
-        random: names of those of the model that are not taken.
-        unused: names of those that are not of the model, or not wanted.
+        taken: names of tensors that are loaded whole.
+        resized: names of tensors of other sizes, whose common part is loaded.
+        random: names of tensors of the model that keep their random values.
+        unused: names of tensors of the origin that are not loaded.
     """
 
     taken: Sequence[str]
@@ -235,7 +235,7 @@ class Chosen(NamedTuple):
     unused: Sequence[str]
 
     def lines(self, ours: Shapes, theirs: Shapes, name: str, seed: int) -> Iterator[str]:
-        """Lines that list the loaded tensors, and those left random."""
+        """Yield lines that list the loaded, the random and the unused tensors."""
         yield f"{len(self.taken) + len(self.resized)} of {len(ours)} tensors are those of {name}"
         for key in self.resized:
             yield f"  in part    {key}: {list(theirs[key])} there, {list(ours[key])} here"
@@ -244,7 +244,7 @@ class Chosen(NamedTuple):
 
 
 def grouped(names: Iterable[str]) -> list[str]:
-    """Names, those that differ in their numbers only on one line with how many there are."""
+    """List names; names that differ only in their numbers share one line, with their count."""
     found = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
     return [
         name if number == 1 and "*" not in name else f"{name} ({number})" for name, number in found.items()
@@ -252,16 +252,16 @@ def grouped(names: Iterable[str]) -> list[str]:
 
 
 def choose(ours: Shapes, theirs: Shapes, train: TrainConfig, new: Collection[str] = ()) -> Chosen:
-    """Which tensors a model takes from elsewhere.
+    """Select the tensors that a model loads from its origins.
 
     Args:
-        ours: shapes of the tensors of the model by name.
-        theirs: those that there are.
-        train: the patterns.
-        new: tensors of the model that start from none of the others, and need not be there.
+        ours: shapes of the tensors of the model, by name.
+        theirs: shapes of the tensors of the origins, by name.
+        train: the section with the patterns.
+        new: names of tensors of the model that have no origin, and need not be in `theirs`.
 
     Raises:
-        CheckpointError: a pattern names nothing, or what shall be taken does not fit; lists all of it.
+        CheckpointError: a pattern names nothing, or a selected tensor does not fit; lists all of them.
     """
     names = sorted({*ours, *theirs})
     patterns = (*train.init_include, *train.init_exclude, *train.init_resize)

@@ -1,4 +1,4 @@
-"""Where the tensors of a run come from and go to: initial values, weights from elsewhere, checkpoints."""
+"""Sets the initial weights of a run: random values, or tensors of a checkpoint or Hugging Face folder."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,19 +32,19 @@ from forge_trainer.console import emit
 Shape = tuple[int, ...]
 
 Read = Callable[[Shape, Shape], Tensor]
-"""Given where a box of a tensor starts and its extents, its values."""
+"""A function that returns the values of a box of a tensor, from its start and its extents."""
 
 
 def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
     """Initialize every parameter, from the seed or from `train.init_from`.
 
     Args:
-        parts: of the model, those that this rank holds; each takes the tensors of its names.
-        job: of the run.
+        parts: this rank's parts of the model; each loads the tensors of its names.
+        job: configuration of the run.
 
     Raises:
         CheckpointError: a tensor does not fit, is damaged or missing, or a pattern names nothing.
-        ConfigError, ModelError: the weights are those of another model; lists every difference.
+        ConfigError, ModelError: the weights belong to another model; lists every difference.
     """
     origins = require_origins(job.model, job.train)
     ours = _shapes(job.model) if origins else {}
@@ -76,10 +76,10 @@ class _There(NamedTuple):
     """A tensor of an origin.
 
     Attributes:
-        tensors: that it is one of.
-        name: its name among them, as the part of the model calls it.
-        shape: of it, or of as many copies of it as the model stacks, [copies, ...].
-        origin: what the configuration calls the place.
+        tensors: all tensors of the origin.
+        name: name of this tensor in `tensors`.
+        shape: shape of the tensor, or of the stack of copies that the model needs, [copies, ...].
+        origin: name of the origin in the configuration.
     """
 
     tensors: Mapping[str, Tensor]
@@ -89,9 +89,9 @@ class _There(NamedTuple):
 
 
 def _tensors_of(origin: Origin, job: Job, ours: Mapping[str, Shape]) -> Iterator[tuple[str, _There]]:
-    """The tensors that there are, by the names that they have in the model, whose tensors are `ours`.
+    """Yield the tensors of an origin under their names in the model, whose tensors are `ours`.
 
-    One may be there for several of the model, which start alike; also for all experts that are one tensor.
+    One tensor may serve several of the model, which then start equal, or all experts of a stacked tensor.
     """
     if origin.is_ours:
         folder = origin.folder
@@ -130,10 +130,10 @@ def _shapes_there(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
 
 
 def require_numbers(name: str, dtype: torch.dtype, target: Tensor, origin: str) -> None:
-    """See that a tensor from elsewhere is not quantized: it would be no numbers without its scales.
+    """Check that a tensor to load is not quantized: its values mean nothing without its scales.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: the tensor is quantized.
     """
     if dtype != target.dtype and not (dtype.is_floating_point and dtype.itemsize > 1):
         raise CheckpointError(
@@ -143,14 +143,14 @@ def require_numbers(name: str, dtype: torch.dtype, target: Tensor, origin: str) 
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of all tensors of a model, shared ones once."""
+    """Return the shapes of all tensors of a model; shared tensors occur once."""
     with torch.device("meta"):
         tensors = model_tensors(config.build())
     return {name.removeprefix(MODEL): tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _source(there: _There) -> tuple[torch.dtype, Shape, Read]:
-    """Dtype and shape of a tensor from elsewhere, and what reads a box of it: of a checkpoint, only that."""
+    """Return dtype, shape and box reader of a tensor; a checkpoint is read only as far as needed."""
     if isinstance(there.tensors, Checkpointed):
         entry = there.tensors.entry(there.name)
         dtype, shape = getattr(torch, entry.dtype), entry.shape
@@ -167,18 +167,18 @@ def _box(whole: Tensor, start: Shape, size: Shape) -> Tensor:
 
 
 def _copies(read: Read, start: Shape, size: Shape) -> Tensor:
-    """See `Read`, of copies of a tensor along the first dim."""
+    """See `Read`; for copies of a tensor along the first dim."""
     return read(start[1:], size[1:]).expand(size)
 
 
 @torch.no_grad()
 def copy_common(shape: Shape, read: Read, target: Tensor) -> None:
-    """Copy what two tensors have in common, from the first index of each dim on.
+    """Copy the common part of two tensors, from the first index of each dim on.
 
     Args:
-        shape: of the source, whole.
-        read: reads a box of it.
-        target: sharded or not; of as many dims. This rank takes the part that it holds.
+        shape: full shape of the source.
+        read: reads a box of the source.
+        target: tensor with the same number of dims, sharded or not. This rank fills its shard.
     """
     values, offsets, _ = local_shard(target)
     ends = [min(o + n, whole) for o, n, whole in zip(offsets, values.shape, shape, strict=True)]

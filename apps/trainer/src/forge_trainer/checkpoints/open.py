@@ -1,4 +1,4 @@
-"""Opens the checkpoint store of a run, and the writer beside training."""
+"""Opens the checkpoint store of a run, and the saver that writes in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forge_trainer.run_dir.files import RunFiles
 
 
 def open_store(job: Job, mesh: Mesh, epoch: int | None = None) -> Store:
-    """The checkpoints of the run, with a group of their own: they are written beside training. Collective."""
+    """Open the store of a run with a separate process group, for writing in the background. Collective."""
     config, files = job.checkpoint, RunFiles(job.job.directory)
     group = host_group() if mesh.control_group is not None else None
     return Store(
@@ -38,7 +38,7 @@ def open_store(job: Job, mesh: Mesh, epoch: int | None = None) -> Store:
 def open_saver(
     job: Job, store: Store, state: TrainState, deadline: Deadline, clock: Clock, stack: ExitStack
 ) -> Saver:
-    """What writes checkpoints; the deadline hears of its saves and of all that the clock measures."""
+    """Open the saver; the deadline learns the times of saves and all that the clock measures."""
 
     def spent(name: str, seconds: float) -> None:
         if name not in (BUILD, BETWEEN):

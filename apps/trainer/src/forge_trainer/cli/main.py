@@ -1,4 +1,4 @@
-"""The command `forge`. Nothing heavy is imported before the configuration is known to be good."""
+"""The command `forge`. Heavy modules are imported only after the configuration is checked."""
 
 import argparse
 import sys
@@ -16,8 +16,8 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
     """Run one command.
 
     Args:
-        arguments: of the command line; those of this process if None.
-        signals: entered, for `forge train`; without it the run makes its own.
+        arguments: arguments of the command line; default the arguments of this process.
+        signals: the signal handlers, entered, for `forge train`; by default the run makes its own.
 
     Returns:
         The exit code: see `forge_resilience.exit_codes`.
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
 
 
 def _remedy(options: argparse.Namespace) -> str:
-    """What to do with a file of another stack that was taken for one of ours."""
+    """Return advice for a file of another stack that was given as a Forge configuration."""
     if getattr(options, "config", None) is None:
         return ""
     from forge_trainer.migrate.recognize import remedy

@@ -34,7 +34,7 @@ def add_commands(commands: Any) -> None:
 def _on_run(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, or_: str = ""
 ) -> Parser:
-    """A command whose first argument is the folder of a run, or something else."""
+    """Add a command whose first argument is the folder of a run, or the alternative in `or_`."""
     command = add_command(commands, name, run, help)
     command.add_argument("directory", help=f"the run directory{or_}")
     return command

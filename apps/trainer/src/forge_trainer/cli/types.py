@@ -1,4 +1,4 @@
-"""What stands on the command line, as values; and how a command is added to it."""
+"""Parses arguments of the command line into values, and adds commands to it."""
 
 import argparse
 from collections.abc import Callable
@@ -8,13 +8,13 @@ Parser = argparse.ArgumentParser
 
 
 def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> Parser:
-    """A parser for the flags of a command.
+    """Add a command; return the parser for its flags.
 
     Args:
-        commands: to which it is added.
-        name: as it is typed.
+        commands: the subparsers to which the command is added.
+        name: name of the command.
         run: called with the options; returns an exit code.
-        help: a line.
+        help: one line of help.
     """
     parser = commands.add_parser(name, help=help, allow_abbrev=False)
     parser.set_defaults(run=run, takes_keys=False)
@@ -22,14 +22,14 @@ def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], in
 
 
 def count(text: str, least: int = 1) -> int:
-    """A whole number above 0."""
+    """Parse a whole number that is at least `least`."""
     if int(text) < least:
         raise argparse.ArgumentTypeError(f"given {text}; expected at least {least}")
     return int(text)
 
 
 def count_or_none(text: str) -> int:
-    """A whole number, 0 too."""
+    """Parse a whole number, including 0."""
     return count(text, least=0)
 
 
@@ -41,7 +41,7 @@ def steps(text: str) -> str:
 
 
 def seed(text: str) -> int:
-    """A seed that random generators take."""
+    """Parse a seed for random generators."""
     if not 0 <= int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"given {text}; expected 0 to 2^63 - 1")
     return int(text)

@@ -1,4 +1,4 @@
-"""A new run that goes on from a checkpoint of another one, with other values where a run may change them."""
+"""Starts a new run from a checkpoint of another run; some keys may have other values."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 
 def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """`forge branch`: make the directory of the new run; `forge train` on its `config.toml` starts it.
+    """Run `forge branch`: make the directory of the new run; `forge train` on its `config.toml` starts it.
 
     Raises:
         ConfigError: the new run exists, a key may not change, or the old run has no such checkpoint.
-        CheckpointError: the checkpoint is damaged, or a disk did not do what it should.
+        CheckpointError: the checkpoint is damaged, or a file cannot be read or written.
     """
     old, new = Path(options.directory), Path(options.out)
     if new.exists():
@@ -68,10 +68,10 @@ def branch_run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _copied(source: Path, target: Path, steps: Sequence[int]) -> tuple[int, int]:
-    """Copy the first of some checkpoints that is intact; its step, and how many rollbacks it knows.
+    """Copy the first intact checkpoint of `steps`; return its step and its number of rollbacks.
 
     Raises:
-        CheckpointError: none is; it says what is wrong with the last.
+        CheckpointError: no checkpoint is intact; the message describes the damage of the last one.
         OSError: a copy cannot be written.
     """
     for step in steps:
@@ -95,10 +95,10 @@ def _copied(source: Path, target: Path, steps: Sequence[int]) -> tuple[int, int]
 
 
 def _steps(store: Store, wanted: int | None, old: Path) -> list[int]:
-    """The checkpoints to branch from, the wanted one first.
+    """Return the steps of the checkpoints to branch from, in the order of preference.
 
     Raises:
-        ConfigError: the run has none, or not this one.
+        ConfigError: the run has no checkpoint, or not the wanted one.
     """
     steps = store.steps()
     if not steps:

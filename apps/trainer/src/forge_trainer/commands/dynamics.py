@@ -1,4 +1,4 @@
-"""`forge dynamics`: what becomes of layers and heads over the checkpoints of a run: tables and pictures."""
+"""`forge dynamics`: how layers and heads change over the checkpoints of a run, as tables and pictures."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from forge_trainer.run_dir.files import read_job, write_whole
 from forge_trainer.study.picture import Series, picture
 
 _MOST_LINES = 8
-"""Of a picture: as many as it has colours."""
+"""The most lines of a picture: as many as it has colours."""
 
 
 def follow_run(options: argparse.Namespace) -> None:
-    """`forge dynamics`: a store of each checkpoint in `out`, and `layers` and `heads` as CSV and SVG.
+    """Run `forge dynamics`: write a store of each checkpoint, and `layers` and `heads` as CSV and SVG.
 
-    The sequences are those of `forge extract` with as many samples. The same command goes on where it was
-    killed.
+    The sequences are the same as in `forge extract` with as many samples. After a kill, the same command
+    continues.
 
     Raises:
-        CheckpointError: steps were passed over, for their checkpoints are damaged; the others are in.
+        CheckpointError: damaged checkpoints were skipped; the results contain the other steps.
         ConfigError: there are fewer than two steps, a site names nothing, or a file cannot be written.
     """
     job, out, damaged = read_job(Path(options.directory)), Path(options.out), list[str]()
@@ -69,7 +69,7 @@ def follow_run(options: argparse.Namespace) -> None:
 
 
 def _write(found: TrainingDynamics, out: Path) -> None:
-    """Tables of all layers and heads; the pictures have as many lines as colours, of heads the best."""
+    """Write tables of all layers and heads, and pictures of at most `_MOST_LINES` layers and best heads."""
     layers = dict(zip(found.layers, found.cka.T.tolist(), strict=True))
     heads = {
         f"{kind}/{head}": curve
@@ -89,7 +89,7 @@ def _write(found: TrainingDynamics, out: Path) -> None:
 
 
 def _picture(steps: Sequence[int], lines: dict[str, list[float]], unit: str) -> str:
-    """Curves over 1 + step, so that the first step has a place on a logarithmic axis."""
+    """Draw curves over 1 + step, so that step 0 has a place on a logarithmic axis."""
     series = []
     for name, values in lines.items():
         points = [(1.0 + step, value) for step, value in zip(steps, values, strict=True)]

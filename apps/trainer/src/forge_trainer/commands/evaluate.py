@@ -1,4 +1,4 @@
-"""The model of a run at a step, and `forge eval`."""
+"""Loads the model of a run at a step, and runs `forge eval`."""
 
 import argparse
 import json
@@ -32,17 +32,17 @@ log = logging.getLogger(__name__)
 
 
 class Evaluated(Mapping[str, Tensor]):
-    """The weights of a checkpoint to evaluate, which may need state of the optimizer; each read when taken.
+    """The weights of a checkpoint to evaluate, which may depend on optimizer state; each is read on access.
 
     Args:
-        store: the checkpoints.
-        step: of the one.
-        model: whose weights they are; may be on the meta device.
-        optimizer: says what is evaluated.
+        store: the store of the checkpoints.
+        step: step of the checkpoint.
+        model: the model of the weights; may be on the meta device.
+        optimizer: configuration of the optimizer, which computes the weights to evaluate.
 
     Raises:
         CheckpointError: the model has other tensors.
-        DamagedError, UnreadableError: as for `Store.load`; also when one is taken.
+        DamagedError, UnreadableError: as for `Store.load`; also on access to a weight.
     """
 
     def __init__(self, store: Store, step: int, model: nn.Module, optimizer: OptimizerConfig) -> None:
@@ -67,13 +67,13 @@ class Evaluated(Mapping[str, Tensor]):
 
 
 class Trained(NamedTuple):
-    """A model to look at.
+    """A trained model for evaluation.
 
     Attributes:
-        job: of its run, or one as if there were a run.
-        model: in the format in which training computes, whole on one device.
-        name: where it is from, for a person.
-        record: the same for programs.
+        job: the job of its run, or a job made for a Hugging Face model.
+        model: the whole model on one device, in the compute format of training.
+        name: origin of the model, for a person.
+        record: origin of the model, for programs.
     """
 
     job: Job
@@ -83,10 +83,10 @@ class Trained(NamedTuple):
 
 
 def open_trained(options: argparse.Namespace, step: int | None = None) -> Trained:
-    """The model of a run at a step, or of a folder of Hugging Face, that `options.directory` names.
+    """Load the model of the run (at a step) or of the Hugging Face folder in `options.directory`.
 
     Raises:
-        CheckpointError, ConfigError, ModelError: there is none, or it cannot be followed.
+        CheckpointError, ConfigError, ModelError: there is no such model, or it is not supported.
     """
     from forge_trainer.commands.published import is_published, job_of, load_published
 
@@ -108,16 +108,16 @@ def open_trained(options: argparse.Namespace, step: int | None = None) -> Traine
 
 
 def load_model(job: Job, computing: bool = False, step: int | None = None) -> tuple[nn.Module, int]:
-    """The model of a run on one device, whole, and the step of its newest checkpoint that is intact.
+    """Load the whole model of a run on one device; return it and the step of its checkpoint.
 
-    A damaged checkpoint is passed over with a warning, unless its step is asked for.
+    A damaged checkpoint is skipped with a warning, unless `step` names it.
 
     Args:
         job: the configuration.
-        computing: weights are in the format in which training computes (`precision.compute`), as in its own
-            evaluations; otherwise in that in which they are kept: float32, or bfloat16 with
+        computing: whether weights are in the compute format of training (`precision.compute`), as in its
+            evaluations; otherwise they are in their stored format: float32, or bfloat16 with
             `precision.pure_bf16`.
-        step: of the checkpoint; the newest that is intact if absent.
+        step: step of the checkpoint; default the newest intact one.
 
     Raises:
         CheckpointError: there is no intact checkpoint.
@@ -139,14 +139,14 @@ def load_model(job: Job, computing: bool = False, step: int | None = None) -> tu
 
 @torch.no_grad()
 def _in_compute_format(model: nn.Module, job: Job, device: torch.device) -> None:
-    """As FSDP2 does: all parameters, no buffers; float64 stays."""
+    """Convert all parameters, but no buffers, to the compute format, as FSDP2 does; keep float64."""
     if job.precision.compute_dtype(device.type) == "bfloat16":
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def model_on_meta(job: Job) -> nn.Module:
-    """The model of a run, without values, in the dtype of its weights."""
+    """Build the model of a run on the meta device, in the dtype of its weights."""
     with torch.device("meta"):
         model = job.model.build()
     if job.precision.pure_bf16:
@@ -158,16 +158,16 @@ def model_on_meta(job: Job) -> nn.Module:
 def take_step(
     job: Job, model: nn.Module, take: Callable[[Mapping[str, Tensor]], None], step: int | None = None
 ) -> int:
-    """Call a function with the weights of a checkpoint of a run, by default of the newest that is intact.
+    """Call a function with the weights of a checkpoint of a run, by default the newest intact one.
 
-    It is called again with another one where weights turn out to be damaged, or were removed by a run that
-    went on meanwhile.
+    The function is called again with another checkpoint if weights turn out to be damaged, or if the
+    active run removed them meanwhile.
 
     Returns:
         The step of the checkpoint.
 
     Raises:
-        CheckpointError: there is no intact checkpoint, or that of the step is not.
+        CheckpointError: there is no intact checkpoint, or the checkpoint of `step` is damaged.
     """
     if step is not None:
         store = Store(RunFiles(job.job.directory).checkpoints)
@@ -185,7 +185,7 @@ def take_step(
 
 
 def evaluate_run(options: argparse.Namespace) -> None:
-    """`forge eval`: the loss on held-out text, evaluation sets or `--text`, or the scores of `--tasks`."""
+    """Run `forge eval`: the loss on held-out text, evaluation sets or `--text`, or scores of `--tasks`."""
     if options.tasks is not None and options.text:
         raise ConfigError("--tasks bring their own text: give --text in a command of its own")
     env = Env.detect()
@@ -204,7 +204,7 @@ def evaluate_run(options: argparse.Namespace) -> None:
 
 
 def _require_mesh_keys(overrides: Sequence[str], world_size: int) -> None:
-    """See that there is nothing in place of the run's own keys but the layout of several ranks."""
+    """Check that overrides concern only the mesh, and only if there are several ranks."""
     unknown = [key for key in overrides if not key.startswith("--mesh.")]
     if unknown:
         raise ConfigError(f"given {' '.join(unknown)}; expected no keys but those of [mesh], as --mesh.tp=2")
@@ -258,7 +258,7 @@ def _evaluate_texts(
     place: str,
     record: dict[str, Any],
 ) -> dict[str, Any]:
-    """Add the losses on all texts to the record and print them. Collective."""
+    """Evaluate all texts, print their losses and add them to the record. Collective."""
     sets, lacks = open_evaluations(job, mesh)
     if not sets:
         why = "; ".join(lacks) or "no source holds any out"
@@ -277,7 +277,7 @@ def _evaluate_texts(
 
 
 def _with_text(job: Job, options: argparse.Namespace) -> Job:
-    """A job that is evaluated on the files of `--text` and on nothing else; itself without them."""
+    """Return a job that is evaluated on the files of `--text` alone; without `--text`, the same text."""
     batch, texts = options.batch_size or job.train.micro_batch, options.text
     job = replace(job, train=replace(job.train, micro_batch=batch))
     if not texts:

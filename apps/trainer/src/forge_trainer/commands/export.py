@@ -1,4 +1,4 @@
-"""`forge export`: the weights of a run as files of Hugging Face."""
+"""`forge export`: writes the weights of a run as Hugging Face files."""
 
 import argparse
 import json
@@ -25,11 +25,11 @@ from forge_trainer.run_dir.files import RunFiles, read_job
 
 
 class Cast(Mapping[str, Tensor]):
-    """Tensors whose floating-point numbers are of one dtype; each is read when it is taken.
+    """Tensors whose floating-point numbers are converted to one dtype; each is read on access.
 
     Args:
-        tensors: by name.
-        dtype: None leaves them as they are.
+        tensors: tensors by name.
+        dtype: dtype of the result; None leaves tensors as they are.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
@@ -50,10 +50,10 @@ class _Export(NamedTuple):
     """How a run is exported.
 
     Attributes:
-        config: its `config.json`.
-        files: text of more files by name.
-        theirs: our tensors by the names that they are written with.
-        why: what to tell about it.
+        config: content of `config.json`.
+        files: text of further files by name.
+        theirs: renames our tensors to the exported names.
+        why: message about the form of the export.
     """
 
     config: Mapping[str, Any]
@@ -63,10 +63,10 @@ class _Export(NamedTuple):
 
 
 def _export_of(job: Job, run: Path, tokenizer: Tokenizer) -> _Export:
-    """As a model of transformers; a composed model that none of its classes computes, in a folder of our own.
+    """Choose the form: a model of transformers, or our own format for a composed model without such a class.
 
     Raises:
-        ModelError: it has no form.
+        ModelError: the model has no form for an export.
     """
     form, known = form_of(job.model, "forge export"), tokenizer.vocab_size
     told = json.loads(job.data.tokenizer.hf_files(job.model.max_tokens).get("tokenizer_config.json", "{}"))
@@ -90,10 +90,10 @@ def _export_of(job: Job, run: Path, tokenizer: Tokenizer) -> _Export:
 
 
 def export_run(options: argparse.Namespace) -> None:
-    """`forge export`: weights as Hugging Face safetensors, configs and tokenizer; all of it or nothing.
+    """Run `forge export`: write safetensors, configs and tokenizer of Hugging Face; all files or none.
 
-    Tensors are read, named and written one by one: the model never lies in memory. Of several steps, each has
-    a folder of its own in `out`.
+    Tensors are read, renamed and written one by one, so that the model is never in memory. With several
+    steps, each step has its folder in `out`.
     """
     out = Path(options.out)
 

@@ -1,4 +1,4 @@
-"""`forge extract`: what flows through places of a model, of one checkpoint or a series, as stores on disk."""
+"""`forge extract`: writes activations at sites of a model, of one checkpoint or a series, to disk."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from forge_trainer.commands.steps import folder_of, is_series, of_each_step, req
 from forge_trainer.data.probe import forward, probe_of
 
 OF_A_STORE = ("part-*", "index.json*")
-"""What is in the folder of a store, whole or not."""
+"""The files in the folder of a store, complete or not."""
 
 
 def extract_run(options: argparse.Namespace) -> None:
-    """`forge extract`: a store in `out`, or of several steps one in a folder each.
+    """Run `forge extract`: write a store to `out`; with several steps, a store to a folder for each step.
 
-    The sequences are those of the hook `record` with as many samples, so that both compare row by row. The
-    same command goes on where it was killed.
+    The sequences are the same as in the hook `record` with as many samples, so that both compare row by row.
+    After a kill, the same command continues.
 
     Raises:
-        CheckpointError: steps were passed over, for their checkpoints are damaged; the others are extracted.
-        ConfigError: a site names nothing, a file cannot be written, or `out` is a folder of other things.
+        CheckpointError: damaged checkpoints were skipped; the other steps are extracted.
+        ConfigError: a site names nothing, a file cannot be written, or `out` contains other files.
     """
     _require_own(Path(options.out), ("step-*",) if is_series(options) else OF_A_STORE)
     require_none(of_each_step(options, partial(_extract_step, options))[1])
@@ -64,7 +64,7 @@ def _extract_step(options: argparse.Namespace, asked: int | None) -> None:
 
 
 def _require_own(out: Path, names: Sequence[str]) -> None:
-    """See that a folder is new or empty, or that an extraction has begun in it."""
+    """Check that a folder is new or empty, or that an extraction has begun in it."""
     if not out.is_dir() or any(next(out.glob(name), None) for name in names):
         return
     if other := sorted(path.name for path in out.iterdir() if not path.name.startswith(".")):

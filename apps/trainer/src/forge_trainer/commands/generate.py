@@ -1,4 +1,4 @@
-"""`forge generate`: what a model writes after prompts, one by one, from a file, or as they are typed."""
+"""`forge generate`: continues prompts of the command line, of a file, or typed by the user."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 
     Attributes:
         text: the prompt.
-        images: the files of its images.
+        images: paths of its images.
     """
 
     text: str
@@ -37,14 +37,14 @@ class Asked(NamedTuple):
 
 
 class Writer:
-    """A model, and how it is to write on.
+    """A model with settings for generation.
 
     Args:
-        model: a `Decoder`, whole on one device.
-        tokenizer: of its run.
-        config: of the model.
-        options: of the command.
-        stops: tokens that end an answer; absent means those of the tokenizer.
+        model: a whole `Decoder` on one device.
+        tokenizer: tokenizer of its run.
+        config: configuration of the model.
+        options: options of the command.
+        stops: tokens that end an answer; default the stop tokens of the tokenizer.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class Writer:
         self._seed = options.seed
 
     def prompt(self, prompt: str, images: Sequence[bytes] = (), others: bool = False) -> Prompt:
-        """What the model is given of a prompt; an empty one begins a document.
+        """Build the input of the model for a prompt; an empty prompt begins a document.
 
         Args:
-            prompt: its text.
-            images: the files of its images.
-            others: prompts of the same batch have images.
+            prompt: text of the prompt.
+            images: contents of its image files.
+            others: whether other prompts of the batch have images.
 
         Raises:
-            ConfigError: it has characters that are no text, such as bytes that are not UTF-8; or the model
-                does not take these images.
+            ConfigError: the prompt has characters that are no text, such as bytes that are not UTF-8; or the
+                model does not support these images.
         """
         try:
             prompt.encode()
@@ -117,16 +117,16 @@ class Writer:
         sys.stdout.write("\n")
 
     def continued(self, prompts: list[Asked], batch_size: int) -> Iterator[tuple[int, str]]:
-        """Continue many prompts, in batches of similar length; yields index and text of each.
+        """Continue many prompts, in batches of similar length; yield index and text of each.
 
-        Prompts that leave room for fewer tokens are in batches of their own: they shorten no other answer.
+        Prompts that leave room for fewer tokens are in separate batches, so that they shorten no other one.
 
         Args:
             prompts: the lines of a file, with their images.
-            batch_size: most of them at once.
+            batch_size: largest number of prompts in a batch.
 
         Raises:
-            ConfigError: one is no text or leaves no room; names its line.
+            ConfigError: a prompt is no text or leaves no room; names its line.
         """
         rows, new, some = list[Prompt](), list[int](), any(prompt.images for prompt in prompts)
         for number, prompt in enumerate(prompts, 1):
@@ -161,7 +161,7 @@ class Writer:
 
 
 def batch_inputs(prompts: Sequence[Prompt], device: torch.device) -> dict[str, torch.Tensor]:
-    """What the model takes beside the tokens of a batch of prompts, padded on the left as they are."""
+    """Return the inputs of a batch of prompts other than tokens, padded on the left like the tokens."""
     longest, first = max(len(prompt.tokens) for prompt in prompts), prompts[0]
     found: dict[str, torch.Tensor] = {}
     for name in first.inputs:
@@ -173,10 +173,10 @@ def batch_inputs(prompts: Sequence[Prompt], device: torch.device) -> dict[str, t
 
 
 def room_for(prompt_tokens: int, max_tokens: int) -> int:
-    """How many tokens can follow a prompt.
+    """Return how many tokens can follow a prompt.
 
     Raises:
-        ModelError: none.
+        ModelError: no token can follow.
     """
     if prompt_tokens >= max_tokens:
         raise ModelError(
@@ -187,10 +187,10 @@ def room_for(prompt_tokens: int, max_tokens: int) -> int:
 
 
 def read_prompts(path: Path) -> list[Asked]:
-    """The lines of a text file, or `prompt` of each line of a `.jsonl` file, and files in `images` if any.
+    """Read the lines of a text file; of a `.jsonl` file, `prompt` and optional `images` of each line.
 
     Raises:
-        ConfigError: it cannot be read, or a line has no prompt.
+        ConfigError: the file cannot be read, or a line has no prompt.
     """
     try:
         # other characters that end a line for Python, such as U+2028, may stand in a string of JSON
@@ -204,7 +204,7 @@ def read_prompts(path: Path) -> list[Asked]:
 
 
 def _asked(line: str, path: Path, number: int) -> Asked:
-    """A line of JSON; names of images are relative to its file."""
+    """Read a line of JSON; names of images are relative to its file."""
     try:
         row = json.loads(line)
         prompt, images = row["prompt"], row.get("images") or []
@@ -219,7 +219,7 @@ def _asked(line: str, path: Path, number: int) -> Asked:
 
 
 def generate_text(options: argparse.Namespace) -> None:
-    """`forge generate`: each prompt and what follows it; of a file of prompts, JSON lines."""
+    """Run `forge generate`: print each prompt with its continuation; for a file of prompts, JSON lines."""
     require_none(of_each_step(options, lambda step: _generate_at(options, step))[1])
 
 
@@ -257,7 +257,7 @@ def _read_image(path: Path, given: str) -> bytes:
 
 
 def _typed() -> Iterator[str]:
-    """Prompts from the keyboard, a line each, until the end of the input."""
+    """Yield prompts from the keyboard, line by line, until the end of the input."""
     while True:
         try:
             yield input("> ")

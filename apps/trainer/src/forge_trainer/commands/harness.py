@@ -1,4 +1,4 @@
-"""`forge eval RUN --tasks ...`: a run under the tasks of lm-evaluation-harness, without an export."""
+"""`forge eval RUN --tasks ...`: evaluates a run on tasks of lm-evaluation-harness, without an export."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ except ImportError:
     raise ConfigError("forge eval --tasks needs: pip install 'forge-trainer[tasks]'") from None
 
 NEW_TOKENS = 256
-"""Written at most, where a task does not say how many."""
+"""The most new tokens of an answer, if a task gives no number."""
 SORTED = 64
-"""Batches of questions that are sorted by length together, and whose images are in memory."""
+"""The number of batches of questions that are sorted by length together, with images in memory."""
 
 
 class RunModel(TemplateLM):
-    """A model of ours as the harness wants one: the same numbers as its `hf` model makes of an export.
+    """A Forge model with the interface of the harness; it gives the same numbers as `hf` with an export.
 
     Args:
-        model: a `Decoder`, whole on one device.
-        tokenizer: of its run.
+        model: a whole `Decoder` on one device.
+        tokenizer: tokenizer of its run.
         batch_size: sequences that are computed at once.
-        seed: of tokens that are drawn.
-        device: where it computes; absent means where its parameters are.
-        stops: tokens that end what is written; absent means those of the tokenizer.
+        seed: seed of the sampled tokens.
+        device: device of the computation; default the device of the parameters.
+        stops: tokens that end an answer; default the stop tokens of the tokenizer.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class RunModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text, by the name that the exported tokenizer has for it."""
+        """The token that ends a text: `eos_token` of the exported tokenizer, if it has one."""
         return self._named.get("eos_token", self._tokenizer.eos_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before the first one of a text whose likelihood is asked for."""
+        """The token before the first token of a text whose likelihood is computed."""
         bos = getattr(self._tokenizer, "bos_ids", ())
         return self._named.get("bos_token", bos[0] if bos else self.eot_token_id)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens of a text behind those that begin a document, unless `add_special_tokens` is false."""
+        """Encode a text, after the tokens that begin a document unless `add_special_tokens` is False."""
         if add_special_tokens is False:
             return [int(token) for token in self._tokenizer.encode(string)]
         return with_bos(self._tokenizer, string)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, longer ones in windows that do not overlap."""
+        """Compute the log-likelihood of whole texts; long texts are cut into disjoint windows."""
         windows: list[tuple[int, tuple[list[int], list[int]]]] = []
         for index, (text,) in enumerate(request.args for request in requests):
             cuts = utils.get_rolling_token_windows(
@@ -106,7 +106,7 @@ class RunModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation after its context, and whether greedy search writes it."""
+        """Compute the log-likelihood of each continuation after its context, and whether it is greedy."""
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         rows = [(context + new, len(new)) for _, context, new in requests]
         for indices in self._batches([len(row) for row, _ in rows]):
@@ -121,22 +121,22 @@ class RunModel(TemplateLM):
         return found
 
     def _positions(self, lengths: Tensor, tokens: int) -> dict[str, Tensor]:
-        """What the model is given beside rows of so many tokens [B], padded on the right to `tokens`.
+        """Return further model inputs for rows of `lengths` [B] tokens, padded on the right to `tokens`.
 
-        Without it, longrope would take the padding for a part of the text.
+        Without them, longrope would treat the padding as a part of the text.
         """
         borders: list[int] = self._model.config.length_borders()  # type: ignore[operator, union-attr, assignment]
         return {"positions": row_positions(lengths, tokens)} if min(borders, default=tokens) < tokens else {}
 
     def _scored(self, logits: Tensor, row: list[int], new: int) -> tuple[float, bool]:
-        """Of the last `new` tokens of a row of T + 1, by the logits [T, V] of what is before each."""
+        """Score the last `new` tokens of a row of T + 1 by logits [T, V]; each predicts the next token."""
         wanted = torch.tensor(row[-new:], device=self._device)
         known = logits[-new:].float().log_softmax(-1)
         value = known.gather(-1, wanted[:, None]).sum().item()
         return value, bool((known.argmax(-1) == wanted).all())
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What is written after each context, up to the first of its stop texts."""
+        """Generate an answer after each context, up to the first of its stop texts."""
         written = [""] * len(requests)
         asked: list[tuple[int, Any]] = [(index, request.args) for index, request in enumerate(requests)]
         asked.sort(key=lambda pair: json.dumps(pair[1][1], sort_keys=True))
@@ -160,12 +160,12 @@ class RunModel(TemplateLM):
         return written
 
     def _prompt(self, arguments: Sequence[Any], room: int) -> Prompt:
-        """The prompt of a request, cut on the left to leave `room` for new tokens."""
+        """Build the prompt of a request, cut on the left to leave `room` for new tokens."""
         tokens = self.tok_encode(arguments[0]) or [self.eot_token_id]
         return Prompt(tokens[-(self.max_length - room) :])
 
     def _sampling(self, sampling: Sampling) -> Sampling:
-        """How tokens are chosen."""
+        """Return the sampling of tokens; subclasses may change it."""
         return sampling
 
     def _continued(
@@ -197,14 +197,14 @@ class RunModel(TemplateLM):
         return texts
 
     def _batches(self, lengths: list[int], parts: int = 1) -> Iterator[list[int]]:
-        """The indices of sequences, of several batches at once; like lengths together, the longest first."""
+        """Yield indices of sequences for `parts` batches at a time, sorted by length, longest first."""
         order, count = sorted(range(len(lengths)), key=lambda i: -lengths[i]), parts * self._batch_size
         for start in range(0, len(order), count):
             yield order[start : start + count]
 
 
 class SeeingModel(RunModel):
-    """A model that takes images; only tasks that have it write have them, as for `hf-multimodal`."""
+    """A model that takes images; images are only in tasks that generate text, as for `hf-multimodal`."""
 
     MULTIMODAL = True
 
@@ -212,7 +212,7 @@ class SeeingModel(RunModel):
         """See `RunModel`.
 
         Raises:
-            ConfigError: a task compares the likelihood of texts behind images.
+            ConfigError: a task compares the likelihood of texts after images.
         """
         if seen := [request.task_name for request in requests if len(request.args) > 2]:
             raise ConfigError(
@@ -222,7 +222,7 @@ class SeeingModel(RunModel):
         return super().loglikelihood(requests, disable_tqdm)
 
     def _prompt(self, arguments: Sequence[Any], room: int) -> Prompt:
-        """See `RunModel`; what is too long with its images is an error, for neither can be cut."""
+        """See `RunModel`; a prompt with images that is too long is an error, as it cannot be cut."""
         beside = arguments[2] if len(arguments) > 2 else {}
         if other := beside.keys() - {"visual"}:
             raise ConfigError(f"a task gives {', '.join(other)} beside its text; expected images alone")
@@ -243,16 +243,16 @@ class SeeingModel(RunModel):
 
 
 def _end_of(prompt: Prompt, tokens: int) -> Prompt:
-    """The last tokens of a prompt without images."""
+    """Cut a prompt without images to its last tokens."""
     cut = {name: value[..., -tokens:] for name, value in prompt.inputs.items() if name in prompt.by_token}
     return prompt._replace(tokens=prompt.tokens[-tokens:], inputs={**prompt.inputs, **cut})
 
 
 def _images(given: Any) -> list[bytes]:
-    """Files of the images of a question, which may be one or several, of Pillow.
+    """Encode the Pillow images of a question, one or several, as image files.
 
     Raises:
-        ConfigError: what is given is no image, or a damaged one.
+        ConfigError: a value is no image, or a damaged one.
     """
     from PIL import Image
 
@@ -269,7 +269,7 @@ def _images(given: Any) -> list[bytes]:
 
 
 def _png(image: Any) -> bytes:
-    """Turned as its camera says; what is transparent stays so, for whoever reads it."""
+    """Encode an image as PNG, rotated by its EXIF orientation; transparency is preserved."""
     from PIL import ImageOps
 
     image, file = ImageOps.exif_transpose(image), io.BytesIO()
@@ -278,7 +278,7 @@ def _png(image: Any) -> bytes:
 
 
 def _generation(options: dict[str, Any]) -> tuple[list[str], Sampling, int]:
-    """Stop texts, how tokens are chosen and how many there are at most, of what a task says."""
+    """Return stop texts, sampling and largest number of new tokens from the options of a task."""
     until = options.get("until") or []
     drawn = options.get("do_sample", options.get("temperature", 0.0) > 0)
     sampling = Sampling(
@@ -291,7 +291,7 @@ def _generation(options: dict[str, Any]) -> tuple[list[str], Sampling, int]:
 
 
 class KeptTasks(TaskManager):
-    """Loads tasks once, for evaluations of the same names."""
+    """A task manager that loads tasks once, for repeated evaluations of the same names."""
 
     _kept: Any = None
 
@@ -299,7 +299,7 @@ class KeptTasks(TaskManager):
         """See `TaskManager.load`.
 
         Raises:
-            ConfigError: the data of a task cannot be had.
+            ConfigError: the data of a task cannot be read.
         """
         if self._kept is None:
             asked = ", ".join(map(str, spec)) if isinstance(spec, list) else str(spec)
@@ -315,10 +315,10 @@ class KeptTasks(TaskManager):
 
 
 def known_tasks(names: Sequence[str], folder: Path | None, names_key: str, folder_key: str) -> KeptTasks:
-    """Where the tasks are found.
+    """Return a manager that finds the tasks.
 
     Raises:
-        ConfigError: one is not known; it names the keys of names and folder.
+        ConfigError: a task is unknown; the message names the keys of names and folder.
     """
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"{folder_key} = {folder} is no folder; expected one with YAML files of tasks")
@@ -333,14 +333,14 @@ def known_tasks(names: Sequence[str], folder: Path | None, names_key: str, folde
 
 
 def require_text(tasks: Mapping[str, Any], why: str) -> None:
-    """See that no task shows images, or has sounds, to a model that takes text alone.
+    """Check that no task has images or sounds, for a model that takes text alone.
 
     Args:
-        tasks: by name.
-        why: the model is given none.
+        tasks: tasks by name.
+        why: reason in the message why the model gets text alone.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: a task has images or sounds.
     """
     if seen := [name for name, task in tasks.items() if getattr(task, "MULTIMODAL", False)]:
         raise ConfigError(f"the questions of {', '.join(seen)} are no text alone: {why}")
@@ -357,7 +357,7 @@ def evaluate_tasks(
     """Print and return the scores of each task.
 
     Raises:
-        ConfigError: a task is not known, or asks about what the model does not take.
+        ConfigError: a task is unknown, or has inputs that the model does not take.
     """
     asked = RunModel if config.items() is None else SeeingModel
     manager = asked_tasks(options)
@@ -368,17 +368,17 @@ def evaluate_tasks(
 
 
 def asked_tasks(options: argparse.Namespace) -> KeptTasks:
-    """Where the tasks of `--tasks` are found.
+    """Return a manager that finds the tasks of `--tasks`.
 
     Raises:
-        ConfigError: one is not known.
+        ConfigError: a task is unknown.
     """
     folder = None if options.tasks_from is None else Path(options.tasks_from).resolve()
     return known_tasks(options.tasks.split(","), folder, "--tasks", "--tasks-from")
 
 
 def loaded(manager: KeptTasks, options: argparse.Namespace) -> Mapping[str, Any]:
-    """The tasks of `--tasks` by name."""
+    """Load the tasks of `--tasks`, by name."""
     return manager.load(options.tasks.split(","))["tasks"]
 
 

@@ -1,4 +1,4 @@
-"""A folder of a Hugging Face model as if it were a run, for commands that look at a model."""
+"""Treats the folder of a Hugging Face model as a run, for commands that evaluate a model."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from forge_trainer.run_dir.files import RunFiles
 from forge_trainer.schedule import ConstantConfig
 
 TOKENS = 2048
-"""Of a sequence of text at most, where nobody says how many."""
+"""The default of the most tokens of a sequence."""
 BATCH = 8
-"""Sequences that are computed at once, where nobody says how many."""
+"""The default of the number of sequences that are computed at once."""
 
 
 def is_published(folder: Path) -> bool:
-    """Whether a folder is of a Hugging Face model, and not of a run."""
+    """Return whether a folder contains a Hugging Face model, and not a run."""
     return (folder / "config.json").exists() and not RunFiles(folder).config.exists()
 
 
 def job_of(options: argparse.Namespace) -> Job:
-    """What a run of the model in the folder `options.directory` would be; it is never trained.
+    """Make a job for the model in the folder `options.directory`; it is never trained.
 
     Raises:
-        ConfigError, ModelError: the model or its tokenizer is none that we can follow.
+        ConfigError, ModelError: the model or its tokenizer is not supported.
     """
     folder = Path(options.directory)
     model = _model_of(folder, keeps_ahead=getattr(options, "speculative", False))
@@ -76,7 +76,7 @@ def job_of(options: argparse.Namespace) -> Job:
 
 
 def _model_of(folder: Path, keeps_ahead: bool) -> ModelConfig:
-    """The model; `keeps_ahead` with its modules for multi-token prediction, which often are not there."""
+    """Return the model; `keeps_ahead` keeps modules for multi-token prediction, which are often missing."""
     hf = read_config(folder)
     if any(family.model_type == hf.get("model_type") for family in FAMILIES):
         decoder = config_from_hf(hf)
@@ -88,10 +88,10 @@ def _model_of(folder: Path, keeps_ahead: bool) -> ModelConfig:
 
 
 def end_of_text(folder: Path) -> str:
-    """The token of a tokenizer that ends a text: what its files call so, or the model.
+    """Return the token that ends a text, as named by the files of the tokenizer, else of the model.
 
     Raises:
-        ConfigError: there is no `tokenizer.json`, or nothing says which token ends a text.
+        ConfigError: there is no `tokenizer.json`, or no file names the token that ends a text.
     """
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
@@ -114,10 +114,10 @@ def end_of_text(folder: Path) -> str:
 
 @torch.no_grad()
 def load_published(model: nn.Module, job: Job, folder: Path, device: torch.device) -> None:
-    """Give a model on the meta device the weights of a folder.
+    """Materialize a model on the meta device with the weights of a folder.
 
     Raises:
-        CheckpointError, ModelError: they cannot be read, or are not those of the model.
+        CheckpointError, ModelError: the weights cannot be read, or do not fit the model.
     """
     weights, form = Weights(folder), form_of(job.model, str(folder))
     theirs: Mapping[str, Tensor] = form.ours(weights)

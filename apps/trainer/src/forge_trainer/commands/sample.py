@@ -1,4 +1,4 @@
-"""`forge sample RUN`: what a step of a run read, of sources of any type that the run knows."""
+"""`forge sample RUN`: prints the text that a step of a run reads, for all types of sources."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from forge_trainer.run_dir.files import read_job
 
 
 def show_sample(options: argparse.Namespace) -> ExitCode:
-    """Print the text of the sequences of a step; places of images as the token that stands there.
+    """Print the text of the sequences of a step; an image is shown as its placeholder token.
 
     Raises:
         DataError: there is no such step or rank, or data are missing.

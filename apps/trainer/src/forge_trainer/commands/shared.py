@@ -1,4 +1,4 @@
-"""`forge eval` on several ranks, which share the model as in training: for one that no device holds alone."""
+"""`forge eval` on several ranks that share the model as in training, for models too large for one device."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Shared(NamedTuple):
     """A model that the ranks share.
 
     Attributes:
-        job: of its run.
-        mesh: that of the job, on the ranks that there are.
-        parts: of this rank, with the weights of the step that was loaded last.
+        job: configuration of its run.
+        mesh: mesh of the job on the present ranks.
+        parts: this rank's parts of the model, with the weights of the last loaded step.
     """
 
     job: Job
@@ -46,15 +46,15 @@ class Shared(NamedTuple):
 
     @property
     def run(self) -> Any:
-        """The parts of a `Run` that `TrainedModel` reads."""
+        """The attributes of a `Run` that `TrainedModel` reads."""
         step = self.job.step.build(self.parts, self.job.loss.build(), self.mesh)
         return SimpleNamespace(job=self.job, mesh=self.mesh, parts=self.parts, step=step)
 
     def steps(self, options: argparse.Namespace) -> list[int]:
-        """The steps that `--step` names, or all, the newest first, as the first rank sees them. Collective.
+        """Return the steps of `--step`, or all steps, newest first, as found by the first rank. Collective.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no such step.
         """
 
         def find() -> list[int] | str:
@@ -71,10 +71,10 @@ class Shared(NamedTuple):
         return found
 
     def load(self, step: int) -> str | None:
-        """Fill the parts with the weights of a checkpoint, tensor by tensor. Collective.
+        """Load the weights of a checkpoint into the parts, tensor by tensor. Collective.
 
         Returns:
-            Why it cannot be read, on this rank or another; None where it can.
+            The reason why any rank cannot read it; None if all ranks can.
         """
         try:
             self._fill(step)
@@ -98,16 +98,16 @@ class Shared(NamedTuple):
 
 @contextmanager
 def open_shared(options: argparse.Namespace, change: Callable[[Job], Job]) -> Iterator[Shared]:
-    """A model of a run without weights, and the process group of its ranks. Collective.
+    """Open the process group and the model of a run, without weights. Collective.
 
     All ranks but the first print nothing.
 
     Args:
-        options: of the command.
-        change: what the command changes in the job.
+        options: options of the command.
+        change: applies the command's changes to the job.
 
     Raises:
-        ConfigError: it is no run.
+        ConfigError: the folder is no run.
     """
     env = Env.detect()
     if is_published(Path(options.directory)):
@@ -134,9 +134,9 @@ def _quiet(is_quiet: bool) -> Iterator[None]:
 def of_each_shared(
     shared: Shared, options: argparse.Namespace, make: Callable[[int], Any], is_series: bool
 ) -> tuple[list[Any], list[str]]:
-    """Call a function for each step; returns its results, and why steps were skipped. Collective.
+    """Call a function for each step; return its results, and why steps were skipped. Collective.
 
-    Without `--step`, for the newest intact step. Otherwise as `of_each_step`.
+    Without `--step`, it is called for the newest intact step; with it, see `of_each_step`.
     """
     newest, made, damaged = options.step is None, list[Any](), list[str]()
     steps: Sequence[int] = shared.steps(options)

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run a command looks at, and one table of what it found of each."""
+"""Selects the checkpoints of a run for a command, and writes a table of the results for each."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 def chosen_steps(options: argparse.Namespace) -> list[int | None]:
-    """The steps that `--step` names, oldest first; None stands for the newest that is intact.
+    """Return the steps of `--step`, oldest first; None stands for the newest intact checkpoint.
 
     Raises:
-        ConfigError: there is no run, or no such checkpoint; says which there are.
+        ConfigError: there is no run, or no such checkpoint; lists the checkpoints.
     """
     if (text := getattr(options, "step", None)) is None:
         return [None]
@@ -42,7 +42,7 @@ def chosen_steps(options: argparse.Namespace) -> list[int | None]:
 
 
 def of_each_step(options: argparse.Namespace, make: Callable[[int | None], T]) -> tuple[list[T], list[str]]:
-    """Call a function for each step of `--step`; returns its results, and why steps were skipped.
+    """Call a function for each step of `--step`; return its results, and why steps were skipped.
 
     Raises:
         CheckpointError, ConfigError: as `each_step`.
@@ -54,9 +54,9 @@ def of_each_step(options: argparse.Namespace, make: Callable[[int | None], T]) -
 def each_step(
     options: argparse.Namespace, make: Callable[[int | None], T], damaged: list[str]
 ) -> Iterator[T]:
-    """Call a function for each step of `--step`; yields its results one after another.
+    """Call a function for each step of `--step`; yield its results one after another.
 
-    Of several steps, damaged ones are skipped and added to `damaged`, so that the others are not lost.
+    With several steps, damaged ones are skipped and added to `damaged`, so that the others are not lost.
 
     Raises:
         CheckpointError: the only step is damaged.
@@ -75,28 +75,28 @@ def each_step(
 
 
 def require_none(damaged: Sequence[str]) -> None:
-    """End with an error where steps were passed over.
+    """Raise an error if steps were skipped.
 
     Raises:
-        CheckpointError: lists them.
+        CheckpointError: steps were skipped; lists them.
     """
     if damaged:
         raise CheckpointError("\n".join(("checkpoints that cannot be read were passed over:", *damaged)))
 
 
 def is_series(options: argparse.Namespace) -> bool:
-    """Whether a command is asked about several steps."""
+    """Return whether `--step` may name several steps."""
     text = getattr(options, "step", None)
     return text is not None and not text.isdigit()
 
 
 def folder_of(out: Path, step: int) -> Path:
-    """The output folder of one of several steps."""
+    """Return the output folder of one of several steps."""
     return out / f"step-{step:08d}"
 
 
 def flat(found: Numbers, prefix: str = "") -> dict[str, float]:
-    """The numbers of nested tables, by names with slashes."""
+    """Flatten the numbers of nested tables; names are joined by slashes."""
     made: dict[str, float] = {}
     for key, value in found.items():
         name = f"{prefix}{key}"
@@ -108,7 +108,7 @@ def flat(found: Numbers, prefix: str = "") -> dict[str, float]:
 
 
 def write_table(rows: Sequence[Numbers], path: Path | None) -> None:
-    """Print one row a step; to a file as CSV, with a picture of the losses beside it.
+    """Print one row for each step; with a path, also write CSV, and a picture of the losses beside it.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -131,7 +131,7 @@ def write_table(rows: Sequence[Numbers], path: Path | None) -> None:
 
 
 def csv_of(rows: Sequence[Numbers]) -> str:
-    """A row a step, with the names of all columns above."""
+    """Format rows as CSV: the names of all columns, then one row for each step."""
     text = io.StringIO()
     table = csv.DictWriter(text, _columns(rows), lineterminator="\n")
     table.writeheader()

@@ -1,6 +1,6 @@
-"""How are the results of tasks shown?
+"""Formats the results of tasks as a table.
 
-The table of the harness itself loses its column names with some versions of the package that draws it.
+The table of the harness loses its column names with some versions of the package that draws it.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ COLUMNS = ("task", "filter", "n-shot", "metric", "value", "stderr")
 
 
 def task_table(results: Mapping[str, Any]) -> str:
-    """A row for each metric of each task, as Markdown.
+    """Return a Markdown table with a row for each metric of each task.
 
     Args:
-        results: as `lm_eval.evaluator.simple_evaluate` returns them.
+        results: result of `lm_eval.evaluator.simple_evaluate`.
     """
     rows: list[tuple[str, ...]] = [COLUMNS]
     for task, found in results["results"].items():

@@ -19,28 +19,28 @@ from forge_trainer.config.job import Job
 from forge_trainer.run_dir.files import read_job
 
 TOLERANCE = 1e-4
-"""Of the largest logit: float32 on both sides, with sums in another order."""
+"""The tolerance relative to the largest logit: both sides compute in float32, in different orders."""
 TEXTS = (
     "The end, isn't it? 12345 + 6.7",
     "  two  spaces\n\n\tand lines\r\n",
     "na\u00efve cafe\u0301 \u6771\u4eac \U0001f642",
     "def f(x_1):\n    return [x_1]",
 )
-"""What tokenizers tell apart: digits, apostrophes, spaces, lines, accents in two forms, other letters."""
+"""Texts on which tokenizers differ: digits, apostrophes, spaces, lines, forms of accents, other letters."""
 TOKENS = (4, 64)
-"""Sequences, and tokens of each whose logits are compared, at most."""
+"""The largest number of sequences, and of tokens in each, whose logits are compared."""
 
 
 @torch.no_grad()
 def verify_export(options: argparse.Namespace) -> None:
-    """`forge verify-export`: compare tokens and logits of an export in `transformers` with those of the run.
+    """Run `forge verify-export`: compare tokens and logits of an export in `transformers` with the run.
 
-    Of text: images are not given.
+    Only text is compared, no images.
 
     Raises:
-        ConfigError: there is no `transformers`.
-        CheckpointError: it does not load the export, or text becomes other tokens, or logits differ; says
-            by how much.
+        ConfigError: `transformers` is not installed.
+        CheckpointError: `transformers` cannot load the export, or tokens or logits differ; says by how
+            much.
     """
     try:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -91,7 +91,7 @@ def _verify_step(
 
 
 def _shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """Sequences and their tokens; where rotations follow from the length, also at its border and above."""
+    """Return numbers of sequences and tokens; with rotations that depend on length, also at the border."""
     lengths = [
         n for border in config.length_borders() for n in (border, border + 1) if n <= config.max_tokens
     ]
@@ -99,11 +99,11 @@ def _shapes(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 def require_tokens(job: Job, folder: Path) -> None:
-    """See that `transformers` reads texts as the run does.
+    """Check that `transformers` tokenizes texts as the run does.
 
     Raises:
-        CheckpointError: it does not: of some types of models it takes a class of its own for the tokenizer,
-            which reads the vocabulary of `tokenizer.json` and cuts words in its own way.
+        CheckpointError: it does not: for some types of models `transformers` has a tokenizer class that uses
+            only the vocabulary of `tokenizer.json` and splits words differently.
     """
     if not (folder / "tokenizer.json").exists():
         return

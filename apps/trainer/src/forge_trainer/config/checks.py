@@ -1,4 +1,4 @@
-"""What sections must keep to together; each check names in its parameters the sections that it needs.
+"""Checks that concern several sections; the parameters of a check name the sections that it needs.
 
 Nothing here imports torch, so that a bad configuration is reported at once.
 """
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 SCALED = ("adamw", "lion", "schedule-free-adamw")
-"""Optimizers whose updates have the same size whatever that of the gradients."""
+"""Optimizers whose update size does not depend on the size of the gradients."""
 
 
 def sequences_fit_the_model(model: ModelConfig, data: DataConfig) -> None:
-    """A sequence must not be longer than the positions that the model knows."""
+    """Require that a sequence has no more tokens than the model has positions."""
     if data.max_tokens > model.max_tokens:
         raise ValueError(
             f"data.max_tokens = {data.max_tokens} is longer than model.max_tokens = {model.max_tokens}; "
@@ -51,7 +51,7 @@ def sequences_fit_the_model(model: ModelConfig, data: DataConfig) -> None:
 
 
 def padding_counts_for_no_length(model: ModelConfig, data: DataConfig) -> None:
-    """Where rotations follow from the length of a text, padding behind it must not be taken for text."""
+    """Require document masks on padded rows if rotations depend on the length: padding must not count."""
     borders = [border for border in model.length_borders() if border < data.max_tokens]
     if borders and data.packing != "concat" and not data.mask_documents:
         raise ValueError(
@@ -63,7 +63,7 @@ def padding_counts_for_no_length(model: ModelConfig, data: DataConfig) -> None:
 
 
 def items_fit_the_sequences(model: ModelConfig, data: DataConfig) -> None:
-    """A sample is never cut, so that a sequence must hold an item and something to learn of it."""
+    """Require that a sequence has room for an item and one token more, as a sample is never cut."""
     if all(source.has_tokens_only() for source in data.sources) or data.max_tokens > model.item_tokens:
         return
     raise ValueError(
@@ -73,7 +73,7 @@ def items_fit_the_sequences(model: ModelConfig, data: DataConfig) -> None:
 
 
 def vocabulary_covers_the_tokenizer(model: ModelConfig, data: DataConfig) -> None:
-    """Every token id must have an embedding, unless it stands for what is no text."""
+    """Require an embedding for every token id of the tokenizer, except ids that stand for no text."""
     needed = data.tokenizer.vocab_size
     if needed > model.tokenizer_ids:
         raise ValueError(
@@ -83,7 +83,7 @@ def vocabulary_covers_the_tokenizer(model: ModelConfig, data: DataConfig) -> Non
 
 
 def data_end_at_a_known_step(data: DataConfig) -> None:
-    """Where a run that ends with its data ends must not depend on how long it is."""
+    """Refuse phases at a fraction of a run that ends with its data: each would depend on the other."""
     if data.when_exhausted == "stop" and any(phase.start_fraction is not None for phase in data.phases):
         raise ValueError(
             'data.when_exhausted = "stop" with phases that begin at a start_fraction: how long the run is '
@@ -92,7 +92,7 @@ def data_end_at_a_known_step(data: DataConfig) -> None:
 
 
 def warmup_fits(schedule: ScheduleConfig, train: TrainConfig, data: DataConfig) -> None:
-    """The warm-up ends before the run does."""
+    """Require that the warm-up ends before the run does."""
     warmup = schedule.warmup(train.steps, train.sequences(data.max_tokens) * data.max_tokens)
     if warmup >= train.steps:
         raise ValueError(
@@ -104,7 +104,7 @@ def warmup_fits(schedule: ScheduleConfig, train: TrainConfig, data: DataConfig) 
 def what_averages_does_not_decay(
     optimizer: OptimizerConfig, schedule: ScheduleConfig, train: TrainConfig, data: DataConfig
 ) -> None:
-    """An optimizer that averages weights instead of a decay would do both."""
+    """Refuse a decaying schedule for an optimizer that averages weights in place of a decay."""
     step_tokens = train.sequences(data.max_tokens) * data.max_tokens
     if optimizer.needs_constant_lr and schedule.factor(train.steps - 1, train.steps, step_tokens) < 1:
         kind, given = type_name(type(optimizer)), type_name(type(schedule))
@@ -115,7 +115,7 @@ def what_averages_does_not_decay(
 
 
 def noise_is_measured_without_stages(step: StepConfig, mesh: MeshConfig) -> None:
-    """The halves of a batch would fill a pipeline each."""
+    """Refuse to measure the noise scale with a pipeline, whose schedule may not fit half of a batch."""
     if mesh.pp > 1 and getattr(step, "noise_scale_every_steps", 0):
         raise ValueError(
             f"step.noise_scale_every_steps with mesh.pp = {mesh.pp}: half of the micro-batches may be too "
@@ -124,7 +124,7 @@ def noise_is_measured_without_stages(step: StepConfig, mesh: MeshConfig) -> None
 
 
 def widths_scale_what_the_optimizer_does(model: ModelConfig, optimizer: OptimizerConfig) -> None:
-    """Learning rates of `[model.scaling]` hold for optimizers whose updates do not scale with gradients."""
+    """Refuse `[model.scaling]` for an optimizer whose updates scale with the gradients."""
     kind = type_name(type(optimizer))
     if model.scales_learning() and kind not in SCALED:
         raise ValueError(
@@ -134,7 +134,7 @@ def widths_scale_what_the_optimizer_does(model: ModelConfig, optimizer: Optimize
 
 
 def something_is_rounded(optimizer: OptimizerConfig, precision: PrecisionConfig) -> None:
-    """Only weights that are kept in bfloat16 are rounded."""
+    """Refuse stochastic rounding unless weights are kept in bfloat16."""
     if getattr(optimizer, "rounding", "nearest") == "stochastic" and not precision.pure_bf16:
         raise ValueError(
             'optimizer.rounding = "stochastic" without precision.pure_bf16: weights are kept in float32, '
@@ -143,7 +143,7 @@ def something_is_rounded(optimizer: OptimizerConfig, precision: PrecisionConfig)
 
 
 def weights_are_of_the_model(job: JobConfig, model: ModelConfig, train: TrainConfig) -> None:
-    """The weights that a run starts from belong to its model. A run with checkpoints needs them no more."""
+    """Require that the initial weights fit the model, unless the run has checkpoints already."""
     if train.init_from is not None and not (job.directory / "checkpoints").exists():
         require_origins(model, train)
 
@@ -155,7 +155,7 @@ def axes_divide_the_model(
     tensor_parallel: TensorParallelConfig,
     context_parallel: ContextParallelConfig,
 ) -> None:
-    """Heads, widths, vocabulary and sequences are cut evenly over the ranks that share them."""
+    """Require that the ranks share heads, widths, vocabulary and sequences evenly."""
     sizes, tp, cp = model.tensor_sizes(), mesh.tp, mesh.cp
     needed = [(name, size, tp, "mesh.tp") for name, size in sizes.items()]
     if cp > 1 and context_parallel.method == "ulysses":
@@ -173,7 +173,7 @@ def axes_divide_the_model(
 def sequence_cuts(
     mesh: MeshConfig, tensor_parallel: TensorParallelConfig, context_parallel: ContextParallelConfig
 ) -> int:
-    """The length of a sequence is a multiple of this: so many parts are cut of it."""
+    """Return into how many parts a sequence is cut; its length must be a multiple of this number."""
     pieces = mesh.cp * context_parallel.pieces if mesh.cp > 1 else 1
     return pieces * (mesh.tp if tensor_parallel.sequence else 1)
 
@@ -184,7 +184,7 @@ def axes_compute_the_model(
     tensor_parallel: TensorParallelConfig,
     context_parallel: ContextParallelConfig,
 ) -> None:
-    """Tensor and context parallelism compute the model that one process computes."""
+    """Require that the model supports its tensor and context parallelism exactly."""
     try:
         model.require_axes(mesh.tp, mesh.cp, tensor_parallel.sequence, context_parallel.method)
     except ValueError as error:
@@ -199,7 +199,7 @@ def experts_fit_the_ranks(
     activation_checkpointing: ActivationCheckpointingConfig,
     tensor_parallel: TensorParallelConfig,
 ) -> None:
-    """Experts are cut evenly over the ranks that share them, and can be served by them."""
+    """Require that the ranks share the experts evenly, and that the other sections support experts."""
     counts = model.expert_counts()
     if counts:
         try:
@@ -238,7 +238,7 @@ def stages_fit_the_model(
     fsdp: FSDPConfig,
     tensor_parallel: TensorParallelConfig,
 ) -> None:
-    """The model can be cut into the stages of the pipeline, and the pipeline can do what is asked of it."""
+    """Require that the model can be cut into pipeline stages, and that the pipeline supports the sections."""
     if mesh.pp == 1:
         return
     count = mesh.pp * pipeline.held()
@@ -265,7 +265,7 @@ def stages_fit_the_model(
 
 
 def optimizer_can_run_on_the_host(optimizer: OptimizerConfig, fsdp: FSDPConfig) -> None:
-    """Muon sends matrices from rank to rank, which is not tried for weights on the host."""
+    """Refuse Muon with weights on the host: it sends matrices between ranks, which is not tested there."""
     if fsdp.offload and isinstance(optimizer, MuonConfig):
         raise ValueError(
             "fsdp.offload = true keeps weights on the host, where muon has not been tried; use another "
@@ -280,7 +280,7 @@ def sections_fit_together(
     activation_checkpointing: ActivationCheckpointingConfig,
     compile: CompileConfig,
 ) -> None:
-    """The sections that `ParallelConfig` joins do not contradict each other."""
+    """Require that the sections that `ParallelConfig` joins do not contradict each other."""
     ParallelConfig(
         tensor_parallel=tensor_parallel,
         fsdp=fsdp,
@@ -293,7 +293,7 @@ def sections_fit_together(
 def eight_bits_divide_the_tokens(
     train: TrainConfig, data: DataConfig, mesh: MeshConfig, fp8: FP8Config
 ) -> None:
-    """Products in 8 bits would fail in the first backward pass."""
+    """Require a number of tokens for which 8-bit products do not fail in the first backward pass."""
     try:
         fp8.require_tokens(train.micro_batch * data.max_tokens // mesh.cp)
     except ParallelError as error:
@@ -301,18 +301,18 @@ def eight_bits_divide_the_tokens(
 
 
 def hooks_see_what_they_need(hooks: Mapping[str, HookConfig], mesh: MeshConfig) -> None:
-    """A hook must not see a part of something."""
+    """Require a mesh on which each hook sees all that it needs on its rank."""
     for config in hooks.values():
         config.require_mesh(mesh)
 
 
 def every_part_can_learn(model: ModelConfig) -> None:
-    """Nothing is trained of which the loss does not depend."""
+    """Refuse a model with trained parts on which the loss does not depend."""
     model.require_learning()
 
 
 def blocks_are_not_compiled_too_often(model: ModelConfig, compile: CompileConfig) -> None:
-    """Layers of many kinds would end a run in its middle."""
+    """Refuse to compile too many kinds of layers, which would end a run midway."""
     try:
         compile.require_kinds(model.block_kinds())
     except ParallelError as error:
@@ -348,4 +348,4 @@ checks: list[Callable[..., None]] = [
 checks_on_paper = [
     check for check in checks if check not in (weights_are_of_the_model, vocabulary_covers_the_tokenizer)
 ]
-"""Those that a job keeps to which is only planned: neither weights nor the tokenizer are looked for."""
+"""The checks of a job that is only planned: neither weights nor the tokenizer are looked for."""

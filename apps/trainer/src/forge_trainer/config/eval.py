@@ -10,17 +10,17 @@ from forge_data.config import DataConfig as DataConfig  # registers the types of
 from forge_data.sources.config import SourceConfig
 
 MEASURES = ("loss", "perplexity", "bits_per_byte", "accuracy", "answers")
-"""What is told of a set."""
+"""The metrics of an evaluation set."""
 TAKEN = (*MEASURES, "tasks")
-"""No names of sets, for they stand in their place in the names of metrics."""
+"""Names that a set must not have: they have the same place in the names of metrics."""
 
 
 class EvalSetConfig(Config):
-    """Text to evaluate on beside the held-out text of `[data]`, cut into sequences as that is.
+    """Text to evaluate on beside the held-out text of `[data]`; it is cut into sequences in the same way.
 
     Attributes:
-        sources: all their text is read, with nothing held out.
-        samples: sequences an evaluation reads, evenly spaced; 0 reads all.
+        sources: sources of the text; all of their text is evaluated.
+        samples: number of sequences of an evaluation, evenly spaced; 0 reads all.
     """
 
     sources: list[SourceConfig]
@@ -40,12 +40,12 @@ class TasksConfig(Config):
     """Tasks of lm-evaluation-harness that a run is evaluated on while it trains.
 
     Attributes:
-        names: of tasks or groups of them; logged as `eval/tasks/<task>/<metric>`.
-        folder: YAML files of tasks of your own.
-        every_steps: distance of these evaluations; absent is that of the others.
-        num_fewshot: examples before each question; absent is what a task says.
-        limit: questions of a task at most; absent is all.
-        batch_size: sequences that a rank computes at once; absent is train.micro_batch.
+        names: names of tasks or groups of tasks; logged as `eval/tasks/<task>/<metric>`.
+        folder: folder with YAML files of your own tasks.
+        every_steps: steps between these evaluations; default `eval.every_steps`.
+        num_fewshot: examples before each question; the default is the number that the task defines.
+        limit: largest number of questions of a task; default all.
+        batch_size: sequences that a rank computes at once; default `train.micro_batch`.
     """
 
     path_keys = ("folder",)
@@ -67,9 +67,9 @@ class EvalConfig(Config):
     """Evaluation during training: on held-out text, on sets of other text, and on tasks.
 
     Attributes:
-        every_steps: distance of evaluations; the last step is always evaluated. 0 never evaluates.
+        every_steps: steps between evaluations; the last step is always evaluated. 0 never evaluates.
         sets: text to evaluate on beside the held-out text, by name; logged as `eval/<name>/...`.
-        tasks: of lm-evaluation-harness; absent is none.
+        tasks: tasks of lm-evaluation-harness; default none.
     """
 
     free_keys = (ALL_KEYS,)
@@ -89,12 +89,12 @@ class EvalConfig(Config):
 
 
 def prefixed(name: str, results: dict[str, float]) -> dict[str, float]:
-    """The numbers of a set as they are logged."""
+    """Return the results of a set under their names in the log."""
     return {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in results.items()}
 
 
 def losses_of(record: Mapping[str, float]) -> dict[str, float]:
-    """The losses of an evaluation in nats a token, by set; the held-out text is named `validation`."""
+    """Return the losses of an evaluation in nats a token, by set; the held-out text is `validation`."""
     found: dict[str, float] = {}
     for key, value in record.items():
         match key.split("/"):

@@ -1,8 +1,8 @@
-"""Names of the Hugging Face hub in place of folders. Imports no torch.
+"""Resolves names of the Hugging Face hub that stand in place of folders. Imports no torch.
 
 `model.from`, `train.init_from` and `data.tokenizer.path` take `hf://owner/name` or
-`hf://owner/name@revision`. What they name is fetched into the usual cache, once for all ranks of a machine,
-and the configuration then names its folder there, which holds the commit: so does `config.toml` of the run.
+`hf://owner/name@revision`. The files are fetched into the usual cache, once for all ranks of a machine. The
+configuration, and so `config.toml` of the run, then names their folder there; its path contains the commit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TOKENIZER = ("*token*.json", "chat_template*", "generation_config.json", "config
 
 
 def fetch_named(tree: dict[str, Any]) -> None:
-    """Put folders of the cache in the place of names, in a configuration that is not decoded yet.
+    """Replace names by folders of the cache in a configuration that is not decoded yet.
 
     Raises:
-        ConfigError: one is neither in the cache nor can it be fetched.
+        ConfigError: a repository is neither in the cache nor can it be fetched.
     """
     fetch_shapes(tree)
     train, data = tree.get("train"), tree.get("data")
@@ -40,7 +40,7 @@ def fetch_named(tree: dict[str, Any]) -> None:
 
 
 def fetch_shapes(tree: dict[str, Any]) -> None:
-    """The same for the shapes of the model alone: neither its weights nor a tokenizer are fetched."""
+    """Do the same for the shapes of the model alone: fetch neither its weights nor a tokenizer."""
     _in_models(tree.get("model"))
 
 
@@ -58,10 +58,10 @@ def _replace(table: dict[str, Any], key: str, patterns: tuple[str, ...]) -> None
 
 
 def fetched(name: str, patterns: tuple[str, ...]) -> str:
-    """The folder of the cache with the files of a model, fetched where they are not there.
+    """Return the folder of the cache with the files of a model; fetch missing files.
 
     Raises:
-        ConfigError: they cannot be had; says what is in the cache.
+        ConfigError: the files cannot be fetched; the message lists the content of the cache.
     """
     try:
         from huggingface_hub import snapshot_download

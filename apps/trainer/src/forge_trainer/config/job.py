@@ -61,15 +61,15 @@ class JobConfig(Config):
     """The identity of a run.
 
     Attributes:
-        name: the run lives in `<root>/<name>`; letters, digits, `.`, `_`, `-`.
+        name: name of the run, whose folder is `<root>/<name>`; letters, digits, `.`, `_`, `-`.
         root: folder of all runs.
         seed: seed of the initial weights and of every random number drawn while training.
-        deterministic: on a GPU, take only kernels that add in the same order each time: runs are equal bit
-            for bit, and slower; an operation without such a kernel is an error. On a CPU they are so anyway.
-        attention_kernels: the kernels that `scaled_dot_product_attention` may choose from; absent means any.
-            Where none of them can do what a layer needs, its first step is an error. FlexAttention, which
-            masks documents on GPUs, is none of them.
-        numa: bind each rank to cores near its GPU: all of its NUMA `node` or `socket`, a part of the node
+        deterministic: whether to use only GPU kernels that add in the same order each time: runs are equal
+            bit for bit, and slower; an operation without such a kernel fails. CPU runs are always equal.
+        attention_kernels: the kernels that `scaled_dot_product_attention` may choose from; default all. If
+            none of them supports a layer, the first step raises an error. FlexAttention, which masks
+            documents on GPUs, is not among them.
+        numa: the cores near its GPU to which a rank is bound: its NUMA `node` or `socket`, a part of the node
             (`exclusive`), or a `core-complex`; as `torchrun --numa-binding` does. Needs GPUs and numactl.
     """
 
@@ -127,7 +127,7 @@ class Job(Config):
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """How many sequences each step takes."""
+        """The number of sequences of each step."""
         stages = [(stage.steps, stage.global_batch) for stage in self.train.batch_warmup]
         return BatchSizes(stages, self.train.global_batch)
 
@@ -137,7 +137,7 @@ class Job(Config):
         return self.train.global_batch * self.data.max_tokens
 
     def require_mesh(self, world_size: int) -> dict[str, int]:
-        """See that the ranks can be laid out; returns the size of each axis.
+        """Check that the ranks can be arranged in the mesh; return the size of each axis.
 
         Raises:
             ParallelError: they cannot.
@@ -151,7 +151,7 @@ class Job(Config):
         return sizes
 
     def require_layout(self, world_size: int) -> None:
-        """See that the ranks can be laid out and share the global batch.
+        """Check that the ranks can be arranged in the mesh and share the global batch evenly.
 
         Raises:
             ParallelError: they cannot.
@@ -184,11 +184,11 @@ class Job(Config):
         return structs.replace(self.optimizer, groups=groups)
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """What the peak learning rate is multiplied by: the schedule times the phase of the data.
+        """Return the factor of the peak learning rate: the schedule times the phase of the data.
 
         Args:
-            step: from 0.
-            steps: that the run takes; fewer than `train.steps` where its data end earlier.
+            step: number of the step, from 0.
+            steps: number of steps of the run; fewer than `train.steps` if its data end earlier.
         """
         scale = self.data.lr_scale(step, steps, self.train.global_batch)
         return self.schedule.factor(step, steps=steps, step_tokens=self.step_tokens) * scale
@@ -214,17 +214,17 @@ def load_job(
 ) -> Loaded[Job]:
     """Read a job from TOML and `--section.key=value` overrides.
 
-    The names of its files are made absolute here: what a run keeps means the same wherever it is opened. The
-    modules that the `config.toml` of a run imports are looked for where they were when it was started, too.
+    Paths are made absolute here, so that a recorded configuration means the same wherever it is opened.
+    Modules that the `config.toml` of a run imports are also looked for in the folders of its last start.
 
     Args:
-        path: of the file.
-        overrides: of the command line.
-        branch: whether the run begins with a checkpoint: weights of `train.init_from` are not looked for.
-        on_paper: whether the job is only planned: neither weights nor the tokenizer are looked for.
+        path: path of the TOML file.
+        overrides: overrides of the command line.
+        branch: whether the run begins with a checkpoint; then `train.init_from` is not looked for.
+        on_paper: whether the job is only planned; then neither weights nor the tokenizer are looked for.
 
     Raises:
-        ConfigError: with every problem found, each with its place.
+        ConfigError: the configuration is wrong; lists every problem with its place.
     """
     folders = [recorded_folder(Path(path).parent, key) for key in ("folder", "config_folder")]
     import_folders = [folder for folder in folders if folder is not None]

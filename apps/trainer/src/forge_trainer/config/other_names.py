@@ -1,4 +1,4 @@
-"""What keys of other training stacks are called here, for the error that an unknown key gives."""
+"""Translates keys of other training stacks to ours, for the error about an unknown key."""
 
 HINTS = {
     "n_heads": "model.attention.num_heads",
@@ -61,4 +61,4 @@ HINTS = {
     "activation_checkpoint": "[activation_checkpointing]",
     "float8": "[fp8]",
 }
-"""Of a dotted key, or of a name wherever it stands."""
+"""Our key for a dotted key, or for a name in any section."""

@@ -11,11 +11,11 @@ from forge_trainer.schedule import ScheduleConfig
 
 
 class BatchStage(Config):
-    """One stage of a batch that grows.
+    """One stage of the warm-up of the batch size.
 
     Attributes:
-        global_batch: sequences an optimizer step.
-        steps: how many steps it lasts.
+        global_batch: sequences in each optimizer step.
+        steps: length of the stage, in steps.
     """
 
     global_batch: Annotated[int, Meta(ge=1)]
@@ -27,21 +27,21 @@ class TrainConfig(Config):
 
     Attributes:
         steps: optimizer steps of the whole run.
-        global_batch: sequences an optimizer step, whatever the number of ranks; absent where
-            `global_batch_tokens` says it.
-        global_batch_tokens: the same in tokens: a whole number of sequences of `data.max_tokens`.
-        batch_warmup: smaller global batches that the run begins with, one after the other; `global_batch`
-            follows them.
-        micro_batch: sequences a rank holds at once; the rest of its share is accumulated.
-        clip_norm: the global gradient norm is clipped to this; 0 never clips.
-        log_every_steps: distance of lines in `metrics.jsonl`, the console and the trackers.
+        global_batch: sequences in each optimizer step over all ranks; absent if `global_batch_tokens` gives
+            the size.
+        global_batch_tokens: tokens in each optimizer step: a whole number of sequences of `data.max_tokens`.
+        batch_warmup: stages of smaller global batches at the beginning of the run; `global_batch` follows
+            them.
+        micro_batch: sequences that a rank computes at once; gradients accumulate over its share of the batch.
+        clip_norm: largest global gradient norm; larger gradients are clipped to it; 0 never clips.
+        log_every_steps: steps between lines in `metrics.jsonl`, the console and the trackers.
         init_from: weights to start from instead of random ones: a folder of Hugging Face weights
             (`*.safetensors`), or a checkpoint of another run, `runs/other@300` for its step 300. A model that
-            is composed of others takes a table: the prefix of their weights, and where those come from.
-        init_include: patterns of names of tensors that are taken from there; all, if there are none. Patterns
-            are those of `[[optimizer.groups]]`. What is not taken has its random value.
-        init_exclude: patterns of names that are not taken.
-        init_resize: patterns of names whose sizes may differ: what both have in common is taken.
+            is composed of others takes a table from the prefix of their weights to their origin.
+        init_include: patterns for names of tensors to load; default all. Patterns are as in
+            `[[optimizer.groups]]`. The other tensors keep their random values.
+        init_exclude: patterns for names of tensors that are not loaded.
+        init_resize: patterns for names of tensors whose sizes may differ: the common part is loaded.
     """
 
     free_keys = ("micro_batch", "log_every_steps")
@@ -82,23 +82,23 @@ class TrainConfig(Config):
 
     @property
     def origins(self) -> dict[str, str]:
-        """Where weights come from, by the prefix of their names; "" is all of the model."""
+        """The origin of the weights, by the prefix of their names; "" stands for the whole model."""
         if self.init_from is None:
             return {}
         return self.init_from if isinstance(self.init_from, dict) else {"": self.init_from}
 
     @property
     def init_in_parts(self) -> bool:
-        """Whether the weights to start from need not be those of the very same model."""
+        """Whether the initial weights may come from a different model."""
         return bool(self.init_include or self.init_exclude or self.init_resize)
 
     def sequences(self, max_tokens: int) -> int:
-        """Sequences an optimizer step, of so many tokens each."""
+        """Return the number of sequences in an optimizer step, for sequences of `max_tokens` tokens."""
         return self.global_batch or (self.global_batch_tokens or 0) // max_tokens
 
 
 def batch_divides(train: TrainConfig, data: DataConfig) -> None:
-    """The global batch is made of whole micro-batches, and of whole sequences where it is said in tokens."""
+    """Require that the global batch consists of whole micro-batches, and of whole sequences if in tokens."""
     tokens, batch = train.global_batch_tokens, train.sequences(data.max_tokens)
     if tokens is not None and batch * data.max_tokens != tokens:
         low = max(1, tokens // data.max_tokens) * data.max_tokens
@@ -127,7 +127,7 @@ def batch_divides(train: TrainConfig, data: DataConfig) -> None:
 
 
 def steps_differ_in_length(train: TrainConfig, data: DataConfig, schedule: ScheduleConfig) -> None:
-    """While the batch grows, steps are of different length: what counts them in tokens is refused."""
+    """Refuse settings in tokens while the batch size grows, as the tokens of a step change then."""
     said = {
         "data.phases": bool(data.phases),
         "data.sources.max_epochs": any(source.max_epochs is not None for source in data.sources),
@@ -141,7 +141,7 @@ def steps_differ_in_length(train: TrainConfig, data: DataConfig, schedule: Sched
 
 
 def uneven(batch: int, micro_batch: int, readers: int) -> str:
-    """Suggest micro-batches, ranks or global batches that divide evenly."""
+    """Return the error for an uneven batch; it suggests micro-batches, ranks or batches that divide."""
     fitting = [m for m in range(1, batch // readers + 1) if batch % (m * readers) == 0]
     ranks = [n for n in range(1, readers) if batch % (n * micro_batch) == 0]
     low = batch // (readers * micro_batch) * readers * micro_batch

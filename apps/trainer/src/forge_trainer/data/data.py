@@ -1,4 +1,4 @@
-"""What a run trains on: opened at its start, and again after a rollback."""
+"""The training data of a run: opened at its start, and again after a rollback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forge_trainer.steps.base import Batch
 
 
 def nothing() -> None:
-    """Hear of nothing."""
+    """Ignore progress."""
 
 
 class Data:
@@ -28,8 +28,8 @@ class Data:
     Args:
         job: the configuration.
         mesh: the grid of ranks.
-        progress: how far the run has come; is told at which step the data end.
-        stack: what is open is closed with it.
+        progress: progress of the run; `open` sets its last step if the data end earlier.
+        stack: closes the data at its end.
 
     Attributes:
         loader: reads this rank's part of each global batch.
@@ -52,13 +52,13 @@ class Data:
         """Open the training data, in place of the data opened before. Collective.
 
         Args:
-            config: what is read.
-            fingerprint: of the data so far.
-            places: where streams go on.
-            on_progress: called now and then while text is tokenized.
+            config: the section `[data]`.
+            fingerprint: fingerprint of the data so far.
+            places: positions at which streams continue.
+            on_progress: called regularly while text is tokenized.
 
         Raises:
-            DataError: it is not what the run was trained on so far.
+            DataError: the data differ from the data that the run was trained on so far.
         """
         self.close()
         job, mesh, sizes = self._job, self._mesh, self._job.batch_sizes
@@ -91,11 +91,11 @@ class Data:
         self._progress.until = min(job.train.steps, ends)
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's part of each global batch, from where the run is."""
+        """Iterate over this rank's part of each global batch, from the present step of the run on."""
         return self._job.batch_sizes.of_steps(self.loader, self._progress.step)
 
     def tokens_read(self, samples: int) -> dict[str, int]:
-        """Tokens of each source in so many samples."""
+        """Return the tokens of each source in the first `samples` samples."""
         return self.loader.tokens_read(samples)
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Data:
 
 
 def _pinned(data: DataConfig, mesh: Mesh, places: Mapping[str, Any]) -> dict[str, str]:
-    """The versions of streamed data: from the checkpoint, or looked up by the first rank."""
+    """Return the versions of streamed data: from the checkpoint, or looked up by the first rank."""
 
     def pin() -> dict[str, str] | DataError:
         try:

@@ -15,8 +15,8 @@ class Evaluations(NamedTuple):
     """The evaluation data of a run.
 
     Attributes:
-        sets: each by its name; the held-out text, if any, comes first and has an empty one.
-        lacks: why sources have no held-out text, having too few documents.
+        sets: loaders by the name of the set; the held-out text, if any, comes first and has an empty name.
+        lacks: messages about sources with too few documents for held-out text.
     """
 
     sets: dict[str, Loader]
@@ -24,7 +24,7 @@ class Evaluations(NamedTuple):
 
 
 def open_evaluations(job: Job, mesh: Mesh, on_progress: Callable[[], None] = lambda: None) -> Evaluations:
-    """Open the held-out text, and the sets. Collective.
+    """Open the held-out text and the sets of `[eval.sets]`. Collective.
 
     Args:
         job: the configuration.

@@ -1,4 +1,4 @@
-"""The sequences on which activations are looked at: the same ones whenever they are."""
+"""The sequences on which activations are measured: the same ones each time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forge_trainer.config.job import Job
 
 
 class Alone:
-    """Ready batches of a sequence each."""
+    """A list of ready batches, each of one sequence."""
 
     def __init__(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
         self._batches = batches
@@ -28,26 +28,26 @@ class Alone:
         return iter(self._batches)
 
     def first(self, count: int) -> Alone:
-        """The first ones."""
+        """Return the first `count` batches."""
         return Alone(self._batches[:count])
 
 
 MASK = "attention_mask"
-"""Tells an extraction which tokens are no padding; the model is not given it, for padding is behind them."""
+"""The key of the mask of tokens that are no padding, for an extraction; the model does not need it."""
 
 Probe = Sequence[Mapping[str, Tensor]] | Alone
-"""What `forge_interp.extract_representations` takes: samples, or ready batches where they differ in shape."""
+"""The input of `forge_interp.extract_representations`: samples, or ready batches if their shapes differ."""
 
 
 def probe_of(job: Job, samples: int, texts: Sequence[str] = ()) -> Probe:
-    """Take sequences evenly spaced from the held-out text or from files.
+    """Read evenly spaced sequences of the held-out text or of files.
 
-    Where sequences end in padding, each sample has a mask of its tokens (`MASK`).
+    If sequences end in padding, each sample has a mask of its tokens (`MASK`).
 
     Args:
-        job: says data and model.
-        samples: how many; all, if there are fewer. Of files 0 means all.
-        texts: files to be read in place of the held-out text.
+        job: configuration of data and model.
+        samples: number of sequences; all, if there are fewer. With files, 0 means all.
+        texts: files to read in place of the held-out text.
 
     Raises:
         DataError: there is no held-out text, or a file cannot be read.
@@ -67,7 +67,7 @@ def probe_of(job: Job, samples: int, texts: Sequence[str] = ()) -> Probe:
 
 
 def _mark_padding(inputs: Sequence[dict[str, Tensor]], batches: Batches) -> None:
-    """Give batches of a sequence each a mask [1, T], if any of them has padding."""
+    """Add a mask [1, T] to each batch of one sequence, if any sequence has padding."""
     counts = [int(batches.token_counts(number)[0]) for number in range(len(inputs))]
     for of_one, count in zip(inputs, counts, strict=True):
         places = torch.arange(of_one["tokens"].shape[1])
@@ -80,6 +80,6 @@ def _only(sequence: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def forward(loss_fn: Any, device: torch.device, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-    """The pass of an evaluation: the loss never holds all logits."""
+    """Run the forward pass of an evaluation with the loss function, which never holds all logits."""
     inputs = {name: value.to(device) for name, value in batch.items() if name != MASK}
     return model(**inputs, loss_fn=loss_fn)

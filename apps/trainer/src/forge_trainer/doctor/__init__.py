@@ -1,1 +1,1 @@
-"""`forge doctor`: whether this machine, and a folder for runs, can do what training needs of them."""
+"""`forge doctor`: checks whether this machine and a folder for runs support training."""

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from forge_trainer.doctor.finding import Finding, fine
 
 ANSWER_S = 5.0
-"""So long a server may take to answer."""
+"""The longest time for the answer of a server."""
 
 
 def wandb_findings(environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Weights & Biases: a key, and the server."""
+    """Check Weights & Biases: the key and the server."""
     url = environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if environ.get("WANDB_MODE") in ("offline", "disabled"):
         return [fine("wandb", f"WANDB_MODE={environ['WANDB_MODE']}: nothing is sent")]
@@ -26,7 +26,7 @@ def wandb_findings(environ: Mapping[str, str] = os.environ) -> list[Finding]:
 
 
 def hub_findings(environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """The Hugging Face hub: a token, the server, and what is in the cache."""
+    """Check the Hugging Face hub: the token, the server and the cache."""
     home = Path(environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     cached = sorted(path.name for path in (home / "hub").glob("*--*")) if (home / "hub").is_dir() else []
     kept = fine("hub cache", f"{len(cached)} models and data sets in {home / 'hub'}")
@@ -62,7 +62,7 @@ def _hub_token(home: Path, environ: Mapping[str, str]) -> Finding:
 
 
 def _host(url: str) -> str:
-    """Of an address of http; empty if it is none."""
+    """Return the host of an http address; empty if it is no such address."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # refuses what is no number
@@ -72,7 +72,7 @@ def _host(url: str) -> str:
 
 
 def _answers(name: str, url: str, remedy: str) -> Finding:
-    """Whether a server answers at all; any status will do."""
+    """Check whether a server answers at all, with any status."""
     if not _host(url):
         return Finding(name, "wrong", f"{url} is no address", "it should be https:// and a host", remedy)
     try:

@@ -8,14 +8,14 @@ State = Literal["fine", "warning", "wrong", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One answer.
+    """The result of one check.
 
     Attributes:
-        name: what was looked at.
-        state: `wrong`: training will not work, or lose something; `warning`: it may be slow or surprise.
-        found: what there is.
-        why: why that matters; empty where all is fine.
-        remedy: how to mend it.
+        name: name of the check.
+        state: `wrong`: training will fail or lose data; `warning`: it may be slow or behave unexpectedly.
+        found: the observation.
+        why: why it matters; empty if all is fine.
+        remedy: how to fix it.
     """
 
     name: str
@@ -25,21 +25,21 @@ class Finding:
     remedy: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the finding for `--json`."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the lines for a person."""
         sign = {"fine": "ok", "warning": "warning", "wrong": "WRONG", "skipped": "skipped"}[self.state]
         more = [f"    {' ' * 24}{text}" for text in (self.why, self.remedy) if text]
         return [f"{sign:<8}{self.name:<20}{self.found}", *more]
 
 
 def fine(name: str, found: str) -> Finding:
-    """All is well."""
+    """Return the finding of a check without problems."""
     return Finding(name, "fine", found)
 
 
 def skipped(name: str, reason: str) -> Finding:
-    """It could not be looked at."""
+    """Return the finding of a check that could not run."""
     return Finding(name, "skipped", reason)

@@ -1,4 +1,4 @@
-"""What the file system of a folder for runs does: renames, durability, locks, space, speed, its clock."""
+"""Checks the file system of a folder for runs: renames, durability, locks, space, speed, clock."""
 
 import errno
 import fcntl
@@ -16,7 +16,7 @@ SLOW_MB_S, SLOW_FSYNC_S, SKEW_S = 50, 0.5, 2.0
 
 
 def folder_findings(folder: Path) -> list[Finding]:
-    """All checks of a folder, which is made if there is none; a scratch file in it is removed again."""
+    """Run all checks of a folder; create it if it is missing, and remove the scratch files at the end."""
     scratch = folder / f".doctor-{os.getpid()}"
     try:
         scratch.mkdir(parents=True)
@@ -57,7 +57,7 @@ def _kind(scratch: Path) -> Finding:
 
 
 def _rename(scratch: Path) -> Finding:
-    """A folder takes its final name in one step, and not if there is one of that name."""
+    """Check that a folder gets its final name atomically, and never replaces an existing folder."""
     for name in ("new", "old"):
         (scratch / name).mkdir()
         (scratch / name / "file").write_text(name)
@@ -144,7 +144,7 @@ def _clock(scratch: Path) -> Finding:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system of a path, as /proc/mounts says; `unknown` without it."""
+    """Return the type of the file system of a path from /proc/mounts; `unknown` without it."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     except OSError:

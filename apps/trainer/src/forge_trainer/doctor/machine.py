@@ -14,7 +14,7 @@ from forge_resilience.gpu_health import gpu_problems
 from forge_trainer.doctor.finding import Finding, fine, skipped
 
 OLDEST, NEWEST = (2, 11), (2, 15)
-"""Versions of torch that Forge is tested with."""
+"""The oldest and the newest version of torch with which Forge is tested."""
 
 SLOW_NCCL = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 
@@ -23,7 +23,7 @@ SHARED = 2**30
 
 
 def machine_findings() -> list[Finding]:
-    """All checks of the machine."""
+    """Run all checks of the machine."""
     here = [_files(), _shared_memory(), _cores(), _name(), _port(), *_caches()]
     return [_python(), _torch(), *gpu_findings(), *here]
 
@@ -42,7 +42,7 @@ def _torch() -> Finding:
 
 
 def gpu_findings() -> list[Finding]:
-    """The GPUs, their links, their library and their health; skipped where there is none."""
+    """Check the GPUs, their links, NCCL and their health; skipped without GPUs."""
     import torch
     from torch.cuda import nccl
 
@@ -65,7 +65,7 @@ def gpu_findings() -> list[Finding]:
 
 
 def nccl_settings(environ: Mapping[str, str] = os.environ) -> Finding:
-    """The variables that NCCL reads, and whether one of them gives a fast way up."""
+    """Check the variables that NCCL reads: none may disable a fast connection."""
     given = {name: value for name, value in sorted(environ.items()) if "NCCL_" in name}
     found = ", ".join(f"{name}={value}" for name, value in given.items()) or "none: NCCL chooses by itself"
     slow = [name for name in SLOW_NCCL if given.get(name, "0") != "0"]
@@ -134,7 +134,7 @@ def _cores() -> Finding:
 
 
 def _name() -> Finding:
-    """Ranks are told the name of the first host; gloo and NCCL look up their own."""
+    """Check the host name: ranks get the name of the first host; gloo and NCCL look up their own."""
     name = socket.gethostname()
     remedy = "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (see `ip addr`), or mend /etc/hosts"
     try:
@@ -160,7 +160,7 @@ def _port() -> Finding:
 
 
 def _caches(environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Folders that fill up beside the runs."""
+    """Check the folders of caches, which may fill up."""
     home = Path(environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     places = {
         "HF_HOME": Path(environ.get("HF_HOME", home / "huggingface")),

@@ -1,4 +1,4 @@
-"""Which network interfaces are there for gloo and NCCL to use?"""
+"""Checks the network interfaces for gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADDRESS_OF_INTERFACE = 0x8915
 
 
 def network_findings(environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """The interfaces with an address, and whether the variables that choose among them name one."""
+    """List the interfaces with an address, and check that the variables that choose one name one of them."""
     try:
         found = {name: address for _, name in socket.if_nameindex() if (address := address_of(name))}
     except OSError as error:
@@ -45,7 +45,7 @@ def network_findings(environ: Mapping[str, str] = os.environ) -> list[Finding]:
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface; None if it has none."""
+    """Return the IPv4 address of an interface; None if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface[:15].encode())
         try:

@@ -22,13 +22,13 @@ CHECKS: dict[str, Callable[[Path], list[Finding]]] = {
     "wandb": lambda folder: wandb_findings(),
     "hf": lambda folder: hub_findings(),
 }
-"""What may be asked for: the folder of runs -> what was found."""
+"""The checks by name; each takes the folder of runs and returns findings."""
 
 USUAL = ("train", "slurm")
 
 
 def required(findings: list[Finding]) -> list[Finding]:
-    """The same where a thing that is not there is wrong."""
+    """Return the findings with `skipped` replaced by `wrong`."""
     why = "it was asked for"
     return [
         Finding(one.name, "wrong", one.found, why, "ask for a node that has it")
@@ -39,10 +39,10 @@ def required(findings: list[Finding]) -> list[Finding]:
 
 
 def examine(options: argparse.Namespace) -> int:
-    """`forge doctor`.
+    """Run `forge doctor`.
 
     Returns:
-        0, or 1 if something is wrong; warnings do not count.
+        0, or 1 if a finding is `wrong`; warnings do not count.
     """
     asked = dict.fromkeys(options.purposes or USUAL)
     findings = [found for purpose in asked for found in CHECKS[purpose](Path(options.folder))]

@@ -11,7 +11,7 @@ KILL_WAIT_S = 30
 
 
 def slurm_findings() -> list[Finding]:
-    """Version, requeueing, and how long a job has between TERM and KILL."""
+    """Check version, requeueing, and the time of a job between TERM and KILL."""
     if shutil.which("scontrol") is None:
         return [skipped("SLURM", "no scontrol here")]
     try:
@@ -38,7 +38,7 @@ def _requeue(settings: dict[str, str]) -> Finding:
 
 
 def _kill_wait(settings: dict[str, str]) -> Finding:
-    """Seconds between TERM and KILL at a preemption without grace time, at scancel and at the time limit."""
+    """Check the seconds from TERM to KILL at preemption without grace time, scancel and the time limit."""
     seconds = int(re.match(r"\d+", settings.get("KillWait", "0")).group())  # type: ignore[union-attr]
     if seconds < KILL_WAIT_S:
         why = "a save that takes longer is lost when the job is preempted without grace time"

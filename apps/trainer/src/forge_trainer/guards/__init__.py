@@ -1,1 +1,1 @@
-"""Guards: they observe steps and may stop a run."""
+"""Guards observe steps and may stop a run."""

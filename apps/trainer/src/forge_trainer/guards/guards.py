@@ -1,4 +1,4 @@
-"""What may stop a run: each guard judges every step on its rank, `agree` makes it one decision."""
+"""The guards that may stop a run: each judges every step on its rank, `agree` makes one decision of them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from forge_trainer.steps.base import StepOutput
 
 
 class Guard:
-    """Judges a run. All ranks call it at the same steps.
+    """The interface of a guard. All ranks call it at the same steps.
 
     A guard that counts something has two more methods, `state()` and `load_state(state)` (see
     `forge_trainer.progress.Stateful`), and a `name` under which a checkpoint keeps it.
 
     Attributes:
-        name: of its counts in a checkpoint; empty for a guard without any.
-        span: the name under which the time of `observe` is counted; empty for a guard that observes nothing.
+        name: name of its counts in a checkpoint; empty for a guard without counts.
+        span: clock span that counts the time of `observe`; empty for a guard that observes nothing.
     """
 
     name: str = ""
@@ -42,25 +42,25 @@ class Guard:
         """The verdict of this rank on the steps so far. No collective.
 
         Args:
-            progress: how far the run has come.
-            save_due: a checkpoint follows, whatever the verdict is; what is on the device must be read now.
+            progress: progress of the run.
+            save_due: whether a checkpoint follows in any case; then values on the device must be read now.
         """
         return Verdict.CONTINUE
 
     def before_save(self, progress: Progress) -> Verdict:
-        """Look before a checkpoint: what follows if the state is not worth one, else CONTINUE. Collective."""
+        """Judge the state before a checkpoint; CONTINUE if it is worth saving. Collective."""
         return Verdict.CONTINUE
 
     def suspect_steps(self) -> int:
-        """So many of the last steps may be the begin of trouble. Waits for the device."""
+        """Return how many of the last steps may be the beginning of trouble. Waits for the device."""
         return 0
 
     def rewind(self, progress: Progress) -> None:
-        """Go on from an earlier step: the run was taken back to a checkpoint."""
+        """Continue from an earlier step after a rollback."""
 
 
 class SaveDue(Guard):
-    """Asks for a checkpoint where one is due."""
+    """Requests a checkpoint when one is due."""
 
     span = ""
 
@@ -70,7 +70,7 @@ class SaveDue(Guard):
 
 
 class Stopping(Guard):
-    """Stops where a signal asks for it."""
+    """Stops the run when a signal asks for it."""
 
     span = ""
 
@@ -83,7 +83,7 @@ class Stopping(Guard):
 
 
 class TimeLimit(Guard):
-    """Stops while there is time for a last checkpoint."""
+    """Stops the run while there is time for a last checkpoint."""
 
     span = ""
 
@@ -96,13 +96,13 @@ class TimeLimit(Guard):
 
 
 class NotFinite(Guard):
-    """Trouble where too many steps in a row were not finite, or a weight is not before a save.
+    """Reports trouble if too many steps in a row are not finite, or a weight is not finite before a save.
 
     Args:
-        config: how many are too many.
-        recovery: says what follows.
-        optimizer: of the parameters that are looked at.
-        group: of all ranks, on the CPU.
+        config: the largest number of steps in a row, `max_bad_steps`.
+        recovery: decides what follows.
+        optimizer: optimizer of the parameters that are checked.
+        group: process group of all ranks, on the CPU.
     """
 
     name = "finite"
@@ -133,7 +133,7 @@ class NotFinite(Guard):
         return self._recovery.judge(Trouble(*self._counts.worst_steps(), why, ExitCode.NOT_FINITE))
 
     def before_save(self, progress: Progress) -> Verdict:
-        """See `Guard.before_save`: a checkpoint holds no weight that is not finite."""
+        """See `Guard.before_save`: a checkpoint contains only finite weights."""
         mine = Verdict.CONTINUE if self._all_finite() else Verdict.ABORT
         if agree(mine, self._group) is Verdict.CONTINUE:
             return Verdict.CONTINUE
@@ -141,7 +141,7 @@ class NotFinite(Guard):
         return self._recovery.judge(Trouble(progress.step - 1, progress.step, why, ExitCode.NOT_FINITE))
 
     def skipped(self) -> int:
-        """Steps of the run that were not finite. Waits for the device."""
+        """Return the number of steps of the run that were not finite. Waits for the device."""
         return self._counts.skipped()
 
     def suspect_steps(self) -> int:
@@ -164,11 +164,11 @@ class NotFinite(Guard):
 
 
 class Spikes(Guard):
-    """Trouble where the loss stays out of its range.
+    """Reports trouble if the loss stays out of its range.
 
     Args:
-        config: what its range is.
-        recovery: says what follows.
+        config: the range of the loss.
+        recovery: decides what follows.
     """
 
     name = "spikes"

@@ -1,4 +1,4 @@
-"""Whether this start still has the run to itself."""
+"""Checks that this start is still the only writer of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LeaseGuard(Guard):
     """A guard for the first rank: ABORT when another process took the run over.
 
     Args:
-        claim: this start's hold of the run.
+        claim: the right of this start to write to the run directory.
     """
 
     span = ""

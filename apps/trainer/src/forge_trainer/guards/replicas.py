@@ -1,4 +1,4 @@
-"""Compares the copies of the weights every N steps, where data-parallel replicas hold any."""
+"""Compares the copies of the weights on data-parallel replicas every N steps."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from forge_trainer.recovery.recovery import Recovery
 from forge_trainer.steps.base import StepOutput
 
 REPLICATE = "dp_replicate"
-"""The axis of the mesh along which ranks hold the same."""
+"""The axis of the mesh along which ranks hold equal weights."""
 
 
 class Replicas(Guard):
-    """Trouble where copies of the weights differ; the run then goes back to when they were the same.
+    """Reports trouble if copies of the weights differ; the run then goes back to when they were equal.
 
     Args:
-        every: distance in steps.
-        parameters: that this rank holds, by name.
+        every: steps between comparisons.
+        parameters: names and parameters of this rank.
         mesh: the grid of ranks.
-        recovery: says what follows.
-        progress: up to this step copies were loaded or made the same.
+        recovery: decides what follows.
+        progress: progress of the run; at its present step the copies are equal.
     """
 
     span = "copies"
@@ -51,7 +51,7 @@ class Replicas(Guard):
         self._found: Trouble | None = None
 
     def observe(self, progress: Progress, out: StepOutput) -> None:
-        """See `Guard.observe`. Waits for the device every so many steps, and after the last. Collective."""
+        """See `Guard.observe`. Waits for the device at each comparison. Collective."""
         if progress.step % self._every == 0 or progress.complete:
             self._compare(progress.step)
 
@@ -70,7 +70,7 @@ class Replicas(Guard):
         self._same, self._found = progress.step, None
 
     def _compare(self, step: int) -> None:
-        """See whether all copies are the same after so many steps. Collective."""
+        """Compare all copies after `step` steps, and remember trouble. Collective."""
         group = replicas(self._mesh)
         assert group is not None
         mine = digests([local_part(parameter) for parameter in self._parameters])
@@ -82,7 +82,7 @@ class Replicas(Guard):
         self._found = Trouble(self._same, step, odd.why, ExitCode.DIVERGED, data=False, hosts=odd.hosts)
 
     def _everyone(self, mine: Tensor, bad: Sequence[int]) -> list[Copy]:
-        """The copies of all ranks that differ, the same list on every rank. Collective."""
+        """Return the copies of all ranks that differ, the same list on every rank. Collective."""
         import torch.distributed as dist
 
         group = replicas(self._mesh)
@@ -96,7 +96,7 @@ class Replicas(Guard):
 
 
 def replicas(mesh: Mesh) -> ProcessGroup | None:
-    """The ranks that hold copies of whatever this rank holds of the model; None where there are none."""
+    """Return the group of ranks with copies of this rank's part of the model; None if there are none."""
     if mesh.fsdp is None or REPLICATE not in (mesh.fsdp.mesh_dim_names or ()):
         return None
     return mesh.fsdp.get_group(REPLICATE)
@@ -105,7 +105,7 @@ def replicas(mesh: Mesh) -> ProcessGroup | None:
 def compared(
     every: int, parts: Sequence[nn.Module], mesh: Mesh, recovery: Recovery, progress: Progress
 ) -> list[Guard]:
-    """The guard; none where nothing is compared, or no rank holds a copy."""
+    """Return the guard in a list; an empty list if nothing is compared, or no rank has a copy."""
     if not every or replicas(mesh) is None:
         return []
     named = [named for part in parts for named in part.named_parameters()]

@@ -1,4 +1,4 @@
-"""What a run may be observed with: the interface of hooks and the registry of `[hooks.<name>]`."""
+"""Hooks observe a run: their interface, and the registry of `[hooks.<name>]`."""
 
 from forge_trainer.hooks.base import Hook as Hook
 from forge_trainer.hooks.base import HookConfig as HookConfig

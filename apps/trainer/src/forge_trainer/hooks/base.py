@@ -1,4 +1,4 @@
-"""What a hook is: it observes a run every so many steps and decides nothing."""
+"""The interface of a hook: it observes a run every few steps and decides nothing."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class RunView(Protocol):
-    """What a hook may see of a run. It must change none of it, but may log to the trackers.
+    """The view of a run that a hook gets. A hook must not change the run, but may log to the trackers.
 
     Attributes:
-        job: the configuration; where data end earlier than `job.train.steps`, `progress.until` says when.
-        directory: where the run writes.
-        env: the place of this process among the ranks.
+        job: the configuration; `progress.until` is the last step if data end before `job.train.steps`.
+        directory: the run directory.
+        env: rank, world size and device of this process.
         mesh: the grid of ranks, with `mesh.device`.
-        parts: the parts of the model that this rank holds; one, without a pipeline.
-        optimizer: of the parts.
-        step: trains and evaluates.
-        progress: how far the run has come.
-        trackers: where metrics go; empty on all ranks but the first.
-        clock: how long what took.
+        parts: this rank's parts of the model; without a pipeline, a single one.
+        optimizer: the optimizer of the parts.
+        step: trains on a batch, and evaluates.
+        progress: the counts of steps, samples and tokens.
+        trackers: destinations of metrics; empty on all ranks but the first.
+        clock: measures where the time goes.
     """
 
     @property
@@ -62,25 +62,25 @@ class RunView(Protocol):
     def clock(self) -> Clock: ...  # noqa: D102
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Hand numbers by name to all trackers, under the step that the run has reached.
+        """Log numbers by name to all trackers, under the present step of the run.
 
-        What is no number is left out with a warning. Numbers on the device are waited for. Without effect on
-        all ranks but the first.
+        Values that are no numbers are left out with a warning. Waits for numbers on the device. Without
+        effect on all ranks but the first.
         """
         ...
 
 
 class Hook:
-    """Observes a run. All ranks call it at the same steps, so a hook may use collectives.
+    """The base class of hooks. All ranks call a hook at the same steps, so it may use collectives.
 
-    A hook that remembers something has two more methods, `state()` and `load_state(state)` (see
-    `forge_trainer.progress.Stateful`): what the first is, as JSON on the first rank, when a checkpoint is
-    written, the second is given on all ranks when a run goes on from it, before `on_start`.
+    A hook with state has two more methods, `state()` and `load_state(state)` (see
+    `forge_trainer.progress.Stateful`). A checkpoint contains the result of `state()` on the first rank, as
+    JSON; a run that continues from it passes this to `load_state` on all ranks, before `on_start`.
 
     Attributes:
-        every: distance of calls of `on_step`; the last step of the run is always observed.
-        span: the name under which its time is counted.
-        name: of its table in the configuration; empty for hooks that a run always has.
+        every: steps between calls of `on_step`; the last step of the run is always observed.
+        span: clock span that counts its time.
+        name: name of its table in the configuration; empty for hooks that a run always has.
     """
 
     every: int = 1
@@ -88,40 +88,40 @@ class Hook:
     name: str = ""
 
     def on_start(self, progress: Progress) -> None:
-        """Look before the first step of this process; `progress.step` is that of a checkpoint, or 0."""
+        """Observe the run before its first step in this process; `progress.step` is 0 or a checkpoint's."""
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
-        """Look at the state after a step."""
+        """Observe the state after a step."""
 
     def on_eval(self, progress: Progress, results: Mapping[str, float]) -> None:
-        """Look at the numbers of an evaluation by the names that are logged, the same on all ranks.
+        """Observe the numbers of an evaluation, by their names in the log, equal on all ranks.
 
-        Called once for the sets of the run and once for its tasks, with the numbers of each.
+        Called once with the numbers of the sets of a run, and once with the numbers of its tasks.
         """
 
     def on_save(self, progress: Progress) -> None:
-        """Look before a checkpoint of this step is written, with what `state` is then."""
+        """Observe the run before a checkpoint of this step is written; `state` is called afterwards."""
 
     def on_end(self, progress: Progress, verdict: Verdict) -> None:
-        """Look after the last step of this process, also where it was stopped; not after an error.
+        """Observe the run after the last step of this process, also if it was stopped; not after an error.
 
         Args:
-            progress: how far the run has come.
-            verdict: CONTINUE where the run is complete; STOP or ABORT where it was cut short.
+            progress: progress of the run.
+            verdict: CONTINUE if the run is complete; STOP or ABORT if it was cut short.
         """
 
     def rewind(self, progress: Progress) -> None:
-        """Go on from an earlier step: the run was taken back to a checkpoint."""
+        """Continue from an earlier step after a rollback."""
 
     def close(self) -> None:
-        """Let go of what was opened; called when the run ends, however it ends."""
+        """Release all resources; called at the end of a run, also after an error."""
 
 
 class HookConfig(Config):
-    """Interface of `[hooks.<name>]`; join with `@hooks.register("my-type")` in a module named in `imports`.
+    """Interface of `[hooks.<name>]`; register with `@hooks.register("my-type")` in a module of `imports`.
 
     Attributes:
-        every_steps: distance of calls; the last step of the run is always observed.
+        every_steps: steps between calls; the last step of the run is always observed.
     """
 
     free_keys = (ALL_KEYS,)
@@ -129,14 +129,14 @@ class HookConfig(Config):
     every_steps: Annotated[int, Meta(ge=1)] = 1
 
     def require_mesh(self, mesh: MeshConfig) -> None:
-        """See that the hook can do its work on such a mesh; asked before anything is built.
+        """Check that the hook supports a mesh; called before anything is built.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: the hook does not support it.
         """
 
     def build(self, run: RunView) -> Hook:
-        """The hook for a built run. Collective."""
+        """Build the hook for a built run. Collective."""
         raise NotImplementedError
 
 

@@ -30,13 +30,13 @@ OnResults = Callable[[Progress, Mapping[str, float]], None]
 
 
 def add_hooks(run: Run, skipped: Callable[[], int], ledger: Ledger | None, claim: Claim | None) -> None:
-    """Comparison of ranks, logging (first rank only), evaluation, the hooks of the user. Collective.
+    """Add comparison of ranks, logging (first rank only), evaluation and the user's hooks. Collective.
 
     Args:
-        run: what they look at, without any so far.
-        skipped: how many steps of the run were not finite.
-        ledger: of the first rank.
-        claim: writes down the configuration after the first step.
+        run: the run, still without hooks.
+        skipped: returns the number of steps of the run that were not finite.
+        ledger: the ledger, on the first rank.
+        claim: writes the configuration after the first step.
     """
     job = run.job
 
@@ -68,7 +68,7 @@ def add_hooks(run: Run, skipped: Callable[[], int], ledger: Ledger | None, claim
 def _evaluations(
     run: Run, weights: Callable[[], AbstractContextManager[None]], on_results: OnResults
 ) -> list[Hook]:
-    """Evaluation on text, if there is some, and on tasks, if any are asked for. Collective."""
+    """Build the evaluations on text, if there is any, and on tasks, if configured. Collective."""
     every, tasks = run.job.eval.every_steps, run.job.eval.tasks
     sets, lacks = open_evaluations(run.job, run.mesh, partial(run.clock.enter, BUILD))
     hooks: list[Hook] = [Evaluate(every, run, sets, weights, on_results)] if sets else []

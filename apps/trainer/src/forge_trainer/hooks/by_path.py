@@ -1,4 +1,4 @@
-"""A hook of one's own by the path of its class, without a struct of its own."""
+"""A hook of the user by the path of its class, without a config class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ClassHookConfig(HookConfig):
     """Builds `Class(run, **options)`, a subclass of `forge_trainer.hooks.Hook`.
 
     Attributes:
-        path: `module:Class`; modules are looked for like those of `imports`.
+        path: path of the class, `module:Class`; the module is looked for like the modules of `imports`.
         options: further arguments of the class.
     """
 
@@ -26,10 +26,10 @@ class ClassHookConfig(HookConfig):
     options: dict[str, Any] = {}
 
     def found(self) -> type[Hook]:
-        """The class.
+        """Import the class.
 
         Raises:
-            ConfigError: there is none, or it is no hook.
+            ConfigError: there is no such class, or it is no hook.
         """
         module, _, name = self.path.partition(":")
         try:
@@ -64,7 +64,7 @@ class ClassHookConfig(HookConfig):
 
 
 def classes_in(folders: Sequence[Path]) -> Callable[..., Iterator[str]]:
-    """A check of the configuration: all classes of hooks are there; the folders become importable."""
+    """Return a check that all classes of hooks exist; the check makes the folders importable."""
 
     def hooks_name_classes(hooks: Mapping[str, HookConfig]) -> Iterator[str]:
         mine = {name: one for name, one in hooks.items() if isinstance(one, ClassHookConfig)}

@@ -1,4 +1,4 @@
-"""Checks at the start and every N steps that sums over ranks are right, and logs how long they take."""
+"""Checks at the start and every N steps that sums over ranks are correct, and logs how long they take."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from forge_trainer.steps.base import StepOutput
 
 
 class CheckCollectives(Hook):
-    """Names each rank that gets a wrong sum. Collective.
+    """A hook that names each rank that gets a wrong sum. Collective.
 
     Args:
-        every: distance in steps.
-        run: what is looked at.
+        every: steps between checks.
+        run: the run.
     """
 
     span = "collectives"
@@ -40,7 +40,7 @@ class CheckCollectives(Hook):
             tracker.log({"step": progress.step, "tokens": progress.tokens} | slowest)
 
     def _check(self, progress: Progress) -> dict[str, float]:
-        """The seconds of the slowest rank, by group."""
+        """Check all groups; return the seconds of the slowest rank, by group."""
         import torch.distributed as dist
 
         mesh = self._run.mesh
@@ -62,6 +62,6 @@ class CheckCollectives(Hook):
 
 
 def groups_of(mesh: Mesh) -> dict[str, ProcessGroup]:
-    """The largest groups that training uses; together they reach every rank. Empty for a lone one."""
+    """Return the largest groups of training, which together reach every rank; empty for a single rank."""
     views = {"stage": mesh.stage, "pipeline": mesh.pipeline}
     return {name: view.group for name, view in views.items() if view.group is not None}

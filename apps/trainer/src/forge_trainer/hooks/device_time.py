@@ -1,4 +1,4 @@
-"""How long the device takes for each part of a step."""
+"""Measures how long the device takes for each part of a step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from forge_trainer.hooks.base import Hook, HookConfig, RunView, hooks
 
 @hooks.register("device-time")
 class DeviceTimeConfig(HookConfig):
-    """Logs `device/<part>_s`: the seconds a step that the device of the first rank takes for a part of it.
+    """Logs `device/<part>_s`: the seconds that each part of a step takes on the device of the first rank.
 
-    Parts are the spans of `time/<part>_s`, which tell of the host, and `optimizer`. A GPU is behind its host:
-    events are put into its queue at the ends of each part, and their times are read later, so that nothing
-    waits. A part lasts from when the device comes to its begin to when it comes to its end, at work or not.
-    On a CPU it is the time of the host.
+    Parts are `optimizer` and the spans of `time/<part>_s`, which are times of the host. A GPU runs behind its
+    host: this hook puts events into its queue at the ends of each part and reads their times later, without
+    waiting. A part lasts from its first event to its last on the device, including idle time. On a CPU it is
+    the time of the host.
 
     Attributes:
-        every_steps: distance of what is logged, the mean since the last time.
+        every_steps: steps between log entries; each is the mean since the last one.
     """
 
     every_steps: Annotated[int, Meta(ge=1)] = 10

@@ -10,14 +10,14 @@ from forge_trainer.steps.base import Batch, StepOutput
 
 
 class Evaluate(Hook):
-    """Logs the metrics of each set under `eval/` or `eval/<set>/`. Collective.
+    """A hook that logs the metrics of each set under `eval/` or `eval/<set>/`. Collective.
 
     Args:
-        every: distance in steps.
-        run: what is looked at.
-        sets: a finite pass, each time, by name; that of the held-out text is empty.
-        weights: parameters hold the weights to evaluate inside of it.
-        on_results: hears of the results.
+        every: steps between evaluations.
+        run: the run.
+        sets: finite passes by the name of the set, repeatable; the name of the held-out text is empty.
+        weights: a context inside which the parameters hold the weights to evaluate.
+        on_results: called with the results.
     """
 
     span = "evaluate"

@@ -1,4 +1,4 @@
-"""How many tokens each expert served, every N steps, in a file of its own."""
+"""Writes how many tokens each expert served, every N steps, to a separate file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FILE = "experts.jsonl"
 
 @hooks.register("expert-load")
 class ExpertLoadConfig(HookConfig):
-    """Appends to `experts.jsonl` in the run directory: the pairs of each expert of each layer in a step.
+    """Appends to `experts.jsonl` in the run directory how many tokens each expert of each layer got.
 
-    A line is `{"step": 100, "layers.1.ffn": [12, 7, ...], ...}`, over all ranks, dropped pairs included.
-    After a run went back the later lines of a step count.
+    A line is `{"step": 100, "layers.1.ffn": [12, 7, ...], ...}`, over all ranks, including dropped tokens.
+    After a rollback, the last line of a step counts.
 
     Attributes:
-        every_steps: distance of the steps that are written, the last one included.
+        every_steps: steps between lines; the last step of the run is always written.
     """
 
     every_steps: Annotated[int, Meta(ge=1)] = 100
@@ -36,8 +36,8 @@ class ExpertLoad(Hook):
     """See `ExpertLoadConfig`.
 
     Args:
-        run: what is looked at.
-        every: distance in steps.
+        run: the run.
+        every: steps between lines.
     """
 
     span = "expert load"

@@ -1,4 +1,4 @@
-"""How fast a run is, as figures that can be compared: by device, against its peak, in memory."""
+"""Computes comparable figures of a run: speed by device and relative to its peak, and memory."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ PEAK_TFLOPS = {
     "NVIDIA H200": 989.0,
     "NVIDIA GH200 480GB": 989.0,
 }
-"""Dense bfloat16 with float32 sums, by the name that torch gives a device; from NVIDIA's data sheets."""
+"""Peak of dense bfloat16 with float32 sums, by torch's name of the device; from NVIDIA's data sheets."""
 
 KIB = 1 << 10
 
 
 class Figures:
-    """Turns tokens a second into figures.
+    """Computes figures from tokens a second.
 
     Args:
-        run: what is looked at.
-        frozen: the parts of the model of which nothing is trained, see `frozen_parts`.
+        run: the run.
+        frozen: names of the frozen parts of the model, see `frozen_parts`.
     """
 
     def __init__(self, run: RunView, frozen: Collection[str]) -> None:
@@ -56,11 +56,11 @@ class Figures:
         self._peak = job.track.peak_tflops or _peak(self._device, compute)
 
     def of(self, tokens_per_s: float, shapes: Sequence[Mapping[str, Sequence[int]]] = ()) -> dict[str, float]:
-        """Figures by name; those by device, `mfu*`, `hfu` and `memory_gib` are not of the whole run.
+        """Return figures by name; figures by device, `mfu*`, `hfu` and `memory_gib` are for one device.
 
         Args:
-            tokens_per_s: of the run.
-            shapes: of the micro-batches that were trained on, as an example of what a token costs.
+            tokens_per_s: tokens a second of the whole run.
+            shapes: input shapes of recent micro-batches, from which the cost of a token is computed.
         """
         by_device = tokens_per_s / self._ranks
         flops, full = (self._flops(shapes or self._text, causal) for causal in (True, False))
@@ -78,7 +78,7 @@ class Figures:
         return found
 
     def _flops(self, shapes: Sequence[Mapping[str, Sequence[int]]], causal: bool) -> float:
-        """Model FLOPs a token."""
+        """Return the model FLOPs of a token."""
         alike = Counter(tuple((name, *shape) for name, shape in one.items()) for one in shapes)
         given = [({name: shape for name, *shape in key}, count) for key, count in alike.items()]
         tokens = sum(prod(one["tokens"]) * count for one, count in given)
@@ -86,9 +86,9 @@ class Figures:
 
 
 def frozen_parts(models: Sequence[nn.Module], mesh: Mesh) -> set[str]:
-    """The modules right inside a model of which no stage of the pipeline ever trains anything. Collective.
+    """Return the direct submodules of a model that no pipeline stage trains at all. Collective.
 
-    A module without parameters is none.
+    Modules without parameters are left out.
     """
     trained: dict[str, bool] = {}
     for model in models:
@@ -104,11 +104,11 @@ def frozen_parts(models: Sequence[nn.Module], mesh: Mesh) -> set[str]:
 
 
 def repeated_flops(job: Job, causal: bool = True) -> float | None:
-    """FLOPs a token of matmuls and attention that activation checkpointing computes again.
+    """Return the FLOPs of a token in matmuls and attention that activation checkpointing computes again.
 
-    A checkpointed block counts as a whole, as in Korthikanti et al. 2022, arXiv:2205.05198. None where it is
-    not known: the compiler chooses, each stage of a pipeline counts its blocks for itself, or the model does
-    not say what a block costs.
+    A checkpointed block counts in full, as in Korthikanti et al. 2022, arXiv:2205.05198. None if unknown: the
+    compiler chooses what to repeat, each pipeline stage counts its blocks separately, or the model does not
+    give the cost of a block.
     """
     config = job.activation_checkpointing
     if config.mode not in ("full", "every", "budget"):
@@ -120,7 +120,7 @@ def repeated_flops(job: Job, causal: bool = True) -> float | None:
 
 
 def _peak(device: torch.device, compute: str) -> float | None:
-    """The peak of a device; None where it is not known, which is said once."""
+    """Return the peak of a device; print a message and return None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -134,7 +134,7 @@ def _peak(device: torch.device, compute: str) -> float | None:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """The most that this process has held so far: on a GPU in tensors, else resident."""
+    """Return the peak memory of this process so far: of tensors on a GPU, else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,8 +1,8 @@
-"""Evaluates a run that trains on tasks of lm-evaluation-harness, on whatever layout its ranks have.
+"""Evaluates a run during training on tasks of lm-evaluation-harness, on any layout of its ranks.
 
-Every rank runs the harness on the same questions. Likelihoods are computed as losses are: ranks that read
-different data share the sequences, the others compute them together, and sums over all ranks tell each rank
-everything. B batch, T tokens, D model dim, V vocabulary.
+Every rank runs the harness on the same questions. Likelihoods are computed like losses: ranks that read
+different data share the sequences, the others compute a sequence together, and sums over all ranks give each
+rank all results. B batch, T tokens, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from forge_trainer.hooks.base import RunView
 from forge_trainer.steps.evaluation import evaluating
 
 CHUNK_TOKENS = 1024
-"""Logits are made for so many tokens at a time."""
+"""The number of tokens whose logits are computed at a time."""
 LENGTHS = 64
-"""Sequences are padded to multiples of this: fewer shapes to compile for."""
+"""Sequences are padded to multiples of this number, so that fewer shapes are compiled."""
 
 
 def likelihood(
@@ -52,10 +52,10 @@ def likelihood(
     vocabulary: VocabularyShard | None = None,
     softcap: float | None = None,
 ) -> LossTerms:
-    """What a head is given in place of a loss: `rows` [B] are negative log-likelihoods and wrong guesses.
+    """Replace the loss of a head: `rows` [B] are negative log-likelihoods and numbers of wrong guesses.
 
-    Arguments are those of `forge_model.loss.cross_entropy.Loss`. A guess is the likeliest token. Collective
-    over the parts of the vocabulary.
+    The arguments are as in `forge_model.loss.cross_entropy.Loss`. A guess is the likeliest token. Collective
+    over the ranks that share the vocabulary.
     """
     at = (labels >= 0).nonzero(as_tuple=True)
     rows = torch.zeros(2, len(labels), dtype=torch.float64, device=hidden.device)
@@ -74,7 +74,7 @@ def likelihood(
 
 @dataclass(frozen=True)
 class OfFirstRank(Sampling):
-    """Every rank goes on with the tokens that the first one chose: rounding may differ between hosts."""
+    """Sampling in which all ranks take the tokens of the first rank, as rounding may differ between hosts."""
 
     group: Any = None
 
@@ -86,10 +86,10 @@ class OfFirstRank(Sampling):
 
 
 class TrainedModel(RunModel):
-    """The parts of a model in training as the harness wants one. All ranks call its methods alike.
+    """A model in training with the interface of the harness. All ranks call its methods in the same order.
 
     Args:
-        run: what is looked at.
+        run: the run.
         batch_size: sequences that a rank computes at once.
     """
 
@@ -148,15 +148,15 @@ class TrainedModel(RunModel):
 
 
 def require_no_writing(mesh: MeshConfig, tasks: Mapping[str, Any], key: str) -> None:
-    """See that no task has the model write where ranks share its matrices, sequences or layers.
+    """Check that no task generates text if ranks share matrices, sequences or layers of the model.
 
     Args:
-        mesh: of the job.
-        tasks: by name.
-        key: that names them.
+        mesh: the mesh of the job.
+        tasks: tasks by name.
+        key: configuration key that names the tasks.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: a task generates text on such a mesh.
     """
     writing = [name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"]
     if writing and max(mesh.tp, mesh.cp, mesh.pp) > 1:
@@ -168,10 +168,10 @@ def require_no_writing(mesh: MeshConfig, tasks: Mapping[str, Any], key: str) -> 
 
 
 def evaluate_shared(run: RunView, options: argparse.Namespace) -> dict[str, Any]:
-    """Print what the tasks of `--tasks` say of a model that ranks share; returns all of it. Collective.
+    """Evaluate a model that ranks share on the tasks of `--tasks`; print and return scores. Collective.
 
     Raises:
-        ConfigError: a task is not known, or asks for what is not possible on this layout.
+        ConfigError: a task is unknown, or needs something that is not possible on this layout.
     """
     manager = asked_tasks(options)
     tasks = loaded(manager, options)
@@ -182,14 +182,14 @@ def evaluate_shared(run: RunView, options: argparse.Namespace) -> dict[str, Any]
 
 
 class Tasks:
-    """Evaluates a run on tasks, which are loaded once. Collective, like its call.
+    """Evaluates a run on tasks, which are loaded once. Building and calling it are collective.
 
     Args:
         config: the section `[eval.tasks]`.
-        run: what is looked at.
+        run: the run.
 
     Raises:
-        ConfigError: a task is not known, its data cannot be loaded, or it writes answers, which is not
+        ConfigError: a task is unknown, its data cannot be loaded, or it generates text, which is not
             possible on this layout.
     """
 
@@ -206,7 +206,7 @@ class Tasks:
         require_no_writing(run.job.mesh, tasks, "eval.tasks")
 
     def __call__(self) -> dict[str, float]:
-        """All numbers, as `<task>/<metric>`; nothing on ranks that are not first on a host. Collective."""
+        """Return all numbers as `<task>/<metric>`; empty on ranks that are not a host's first. Collective."""
         with evaluating(*self._run.parts):
             results = evaluator.simple_evaluate(
                 self._model,

@@ -1,4 +1,4 @@
-"""Writes where the time of a run goes to `ledger.jsonl`, so that all its starts can be added up."""
+"""Writes where the time of a run goes to `ledger.jsonl`, so that the times of all starts can be added."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from forge_trainer.steps.base import StepOutput
 log = logging.getLogger(__name__)
 
 LEAST_S, MOST_S, PART = 0.5, 60.0, 0.005
-"""A start that is killed has told of itself so lately: half a percent of the time so far, within bounds."""
+"""The longest time between lines: half a percent of the time so far, within bounds; a kill loses no more."""
 
 
 def read_ledger(directory: Path) -> list[Line]:
-    """All lines of a run; damaged ones are left out."""
+    """Read all lines of a run; damaged lines are left out."""
     found = [line_of(entry) for entry in read_lines(RunFiles(directory).ledger, "stretch")]
     return [line for line in found if line is not None]
 
 
 class Ledger(Hook):
-    """The first rank's. A disk that takes nothing ends nothing.
+    """The ledger of a run, on the first rank. A disk that cannot be written does not end the run.
 
     Args:
-        directory: of the run.
-        clock: of this process.
-        progress: where the run begins.
-        stop_s: how long it would take now to stop with a checkpoint.
+        directory: the run directory.
+        clock: the clock of this process.
+        progress: progress of the run.
+        stop_s: returns the seconds that a stop with a checkpoint would take now.
     """
 
     span = "ledger"
@@ -93,16 +93,16 @@ class Ledger(Hook):
 
     @property
     def ratio(self) -> float:
-        """The effective training time ratio of the run, as of the last line."""
+        """The effective training time ratio of the run, up to the last line."""
         return self._goodput.ratio
 
     @property
     def mean_time_to_failure_s(self) -> float:
-        """Of the run, as of the last line."""
+        """The mean time to failure of the run, up to the last line."""
         return self._goodput.mean_time_to_failure_s
 
     def rewind(self, progress: Progress) -> None:
-        """See `Hook.rewind`. What was spent since the last step belongs to the new stretch."""
+        """See `Hook.rewind`. The time since the last step belongs to the new stretch."""
         self._tell(ended=True)
         self._before = {n: s + self._before.get(n, 0.0) for n, s in self._spans.items()}
         self._stretch += 1

@@ -1,4 +1,4 @@
-"""Reads the device scalars of a step every N steps and hands them to the trackers."""
+"""Reads the device scalars of a step every N steps and logs them to the trackers."""
 
 from collections.abc import Callable, Collection
 
@@ -15,14 +15,14 @@ from forge_trainer.track.numbers import numbers
 
 
 class Log(Hook):
-    """Writes loss, gradient norm, learning rate, figures, steps skipped, and where the time of a step went.
+    """A hook that logs loss, gradient norm, learning rate, figures, skipped steps and the time of each span.
 
     Args:
-        every: distance in steps.
-        run: what is looked at.
-        skipped: how many steps of the run were not finite.
-        tokens_read: of each source in so many samples.
-        goodput: the effective training time ratio of the run.
+        every: steps between log entries.
+        run: the run.
+        skipped: returns the number of steps of the run that were not finite.
+        tokens_read: returns the tokens of each source in a number of samples.
+        goodput: returns the effective training time ratio of the run.
         frozen: see `Figures`.
     """
 
@@ -76,7 +76,7 @@ class Log(Hook):
         self._step, self._tokens = progress.step, progress.tokens
 
     def state(self) -> dict[str, int]:
-        """State for the checkpoint: the steps skipped up to the last line."""
+        """Return the state for the checkpoint: the number of steps skipped up to the last log entry."""
         return {"skipped": self._skipped_before}
 
     def load_state(self, state: dict[str, int]) -> None:
@@ -85,7 +85,7 @@ class Log(Hook):
 
 
 def _on_host(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """All scalars in one copy from the device; what a step or hook has added and is no number is left out."""
+    """Copy all scalars from the device at once; leave out values that are no numbers."""
     scalars = {
         name: value.detach().double()
         for name, value in metrics.items()

@@ -1,4 +1,4 @@
-"""What the memory of a GPU holds, as figures; asked of the allocator, without waiting for the device."""
+"""Figures of the memory of a GPU, read from the allocator without waiting for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def memory_figures(device: torch.device) -> dict[str, float]:
-    """Figures by name, as `memory/<figure>`; none where the device is no GPU."""
+    """Return figures as `memory/<figure>`; empty if the device is no GPU."""
     if device.type != "cuda":
         return {}
     total = torch.cuda.get_device_properties(device).total_memory
@@ -18,17 +18,17 @@ def memory_figures(device: torch.device) -> dict[str, float]:
 
 
 def figures_of(stats: Mapping[str, int], total: int) -> dict[str, float]:
-    """Figures from the counts of the allocator.
+    """Compute figures from the counts of the allocator.
 
     Args:
-        stats: from `torch.cuda.memory_stats`, in bytes.
-        total: bytes of the device.
+        stats: result of `torch.cuda.memory_stats`, in bytes.
+        total: memory of the device, in bytes.
 
     Returns:
-        In GiB: what tensors hold now (`allocated`), what the process has taken from the device (`reserved`),
-        and the most of each so far (`peak_allocated`, `peak_reserved`). As parts of 1: the most that was
-        taken of all that the device has (`utilization`), and how much of what is taken now is in no tensor
-        (`fragmentation`). `retries` counts how often memory ran out and unused memory was given back.
+        In GiB: memory in tensors now (`allocated`), memory that the process has reserved (`reserved`), and
+        the peaks of both (`peak_allocated`, `peak_reserved`). As fractions: peak reserved memory of the
+        memory of the device (`utilization`), and reserved memory that is in no tensor now
+        (`fragmentation`). `retries` counts how often memory ran out and unused memory was freed.
     """
 
     def bytes_of(name: str) -> int:

@@ -1,4 +1,4 @@
-"""Measures norms around the step of the optimizer, whatever the layouts of the parameters."""
+"""Measures norms around the step of the optimizer, for any layout of the parameters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WEIGHT, GRADIENT, UPDATE = range(3)
 
 
 class NormWatch(Hook):
-    """See `NormsConfig`. Collective to make.
+    """The hook of `NormsConfig`. Building it is collective.
 
     Args:
-        run: what is looked at.
-        every: distance in steps.
-        layer_of: from the name of a parameter to what its norms are added to.
+        run: the run.
+        every: steps between measurements.
+        layer_of: returns the layer of a parameter, by the name of the parameter.
     """
 
     span = "norms"
@@ -110,7 +110,7 @@ def _square(values: Tensor) -> Tensor:
 
 
 def _everywhere(mine: list[str], run: RunView) -> list[str]:
-    """The layers of all stages of a pipeline, in one order on all ranks. Collective."""
+    """Return the layers of all pipeline stages, in the same order on all ranks. Collective."""
     everyone = [mine]
     if (group := run.mesh.control_group) is not None:
         import torch.distributed as dist

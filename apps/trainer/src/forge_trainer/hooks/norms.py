@@ -1,4 +1,4 @@
-"""Norms of each layer every N steps: of its weights, its gradient, and its update beside its weights."""
+"""Logs norms of each layer every N steps: weights, gradient, and update relative to the weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from forge_trainer.hooks.base import Hook, HookConfig, RunView, hooks
 class NormsConfig(HookConfig):
     """Logs `norms/weight/<layer>`, `norms/grad/<layer>` and `norms/update_ratio/<layer>`.
 
-    Norms are 2-norms of all that ranks hold together, of weights before the step, gradients before clipping;
-    the ratio is that of the norms of update and weights. Costs a copy of the weights in steps that are looked
-    at; training computes the same bits.
+    Norms are 2-norms over all ranks, of weights before the step and gradients before clipping; the ratio is
+    the norm of the update divided by the norm of the weights. A measured step needs a copy of the weights.
+    Training computes the same bits.
 
     Attributes:
-        every_steps: distance of the steps that are looked at, the last one included.
-        by: what is one layer: a block of the model (`layers.3`) or what is beside them, or each parameter.
+        every_steps: steps between measurements; the last step of the run is always measured.
+        by: unit of a norm: a `layer` is a block (`layers.3`) or a module outside blocks; or a `parameter`.
     """
 
     every_steps: Annotated[int, Meta(ge=1)] = 100
@@ -33,7 +33,7 @@ class NormsConfig(HookConfig):
 
 
 def layer_of(name: str) -> str:
-    """The block that a parameter is in, such as `layers.3`; the first module of its name if it is in none."""
+    """Return the block of a parameter, such as `layers.3`, or its outermost module if it is in no block."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
     return ".".join(parts[: number + 1])

@@ -1,4 +1,4 @@
-"""Profiles a few steps on chosen ranks: where their time goes, and what the memory of the device holds."""
+"""Profiles a few steps on chosen ranks: where their time goes, and which memory the device uses."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class ProfileConfig(HookConfig):
     """Writes a trace, `summary.md` and `summary.json` to `<run>/profile/step-00000010/rank-0`.
 
     `trace.json.gz` opens in https://ui.perfetto.dev or `chrome://tracing`. Training computes the same bits
-    with and without this hook; profiled steps take longer, most of all short ones on a CPU. A profile that
-    cannot be written is a warning. A start that begins inside of a window profiles what is left of it.
+    with and without this hook; profiled steps take longer, above all short steps on a CPU. A profile that
+    cannot be written causes a warning. A start that begins inside a window profiles the rest of the window.
 
     Attributes:
-        every_steps: distance from the begin of one window to that of the next; 0 means that there is but one.
+        every_steps: steps from the beginning of a window to the beginning of the next; 0 means one window.
         first_step: the first step of the first window, counted from 1 as in the log; later than the steps
             that compile and warm up.
-        steps: of a window.
-        ranks: that are profiled, each for itself.
-        details: `shapes` of the inputs of operations, by which the summary tells matmuls apart; `stacks` of
-            Python; `memory` that each operation takes. All but the first make traces much larger.
-        snapshot_step: what the memory of the GPU holds after this step and what took and gave back memory in
-            it, as `memory-step-00000010-rank-0.pickle` for https://pytorch.org/memory_viz.
-        snapshot_on_oom: the same when memory runs out, as `memory-out-rank-0.pickle`; costs a record of each
-            allocation in every step.
+        steps: length of a window, in steps.
+        ranks: ranks that are profiled, each separately.
+        details: details of the trace: input `shapes`, by which the summary distinguishes matmuls;
+            Python `stacks`; `memory` of each operation. All but the first make traces much larger.
+        snapshot_step: step after which the GPU memory in use and the allocations of the step are written, to
+            `memory-step-00000010-rank-0.pickle` for https://pytorch.org/memory_viz.
+        snapshot_on_oom: whether to write `memory-out-rank-0.pickle` when memory runs out; then every step
+            records each allocation.
     """
 
     every_steps: Annotated[int, Meta(ge=0)] = 0
@@ -52,8 +52,8 @@ class ProfileConfig(HookConfig):
         """See `HookConfig.build`.
 
         Raises:
-            ConfigError: a window begins after the run, a rank does not exist, there is no GPU whose memory
-                could be written, or another hook of this type is there.
+            ConfigError: a window begins after the run, a rank does not exist, there is no GPU for a snapshot,
+                or there is another hook of this type.
         """
         if problems := list(self._problems(run)):
             raise ConfigError("; ".join(problems))
@@ -78,7 +78,7 @@ class ProfileConfig(HookConfig):
             yield f"two hooks of type profile: torch has one profiler in a process; use every_steps of {kind}"
 
     def window(self, step: int) -> range | None:
-        """The window that a step belongs to, from 1."""
+        """Return the window of a step (from 1); None if it is in no window."""
         late = step - self.first_step
         if late < 0:
             return None

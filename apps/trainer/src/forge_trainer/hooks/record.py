@@ -12,23 +12,23 @@ from forge_trainer.hooks.base import Hook, HookConfig, RunView, hooks
 
 @hooks.register("record")
 class RecordConfig(HookConfig):
-    """Writes activations to `<run>/activations/step-00000100`, to be read by `forge_interp.ActivationStore`.
+    """Writes activations to `<run>/activations/step-00000100`, for `forge_interp.ActivationStore`.
 
     The untrained model is recorded as step 0. Training computes the same bits with and without this hook. A
-    recording that cannot be written ends the run, as a checkpoint does; the run goes on from its last one.
+    recording that cannot be written ends the run, like a checkpoint; the run can then be continued.
 
     Attributes:
-        every_steps: distance of recordings; the last step of the run is always recorded.
+        every_steps: steps between recordings; the last step of the run is always recorded.
         sites: places in the model, `module[:part][#call]` with wildcards; see forge-interp. The head computes
-            the loss here, never all logits: record what it reads, `norm:out`.
-        samples: sequences of the held-out text, evenly spaced; the same ones each time. All, if it has fewer.
-        pool: how the tokens of a sequence become one row; without it there is a row a token.
-        dtype: of the numbers; without it that of the model.
-        summaries: log RMS, largest magnitude and effective rank of each site under `interp/`, from up to 512
-            rows of the recording.
-        keep: inputs with a value for each token, such as `doc_ids`, or `image_index` of a vision-language
-            model (0 for text), to be kept for each row; see `ActivationStore.kept`.
-        folder: where in the run directory the files go; another one for each hook of this type.
+            the loss in training, never all logits: record its input, `norm:out`.
+        samples: number of held-out sequences, evenly spaced, the same each time; all, if there are fewer.
+        pool: reduction of the tokens of a sequence to one row; default a row for each token.
+        dtype: dtype of the recorded numbers; default the dtype of the model.
+        summaries: whether to log RMS, largest magnitude and effective rank of each site under `interp/`, from
+            up to 512 rows of the recording.
+        keep: inputs with a value for each token that are recorded for each row, such as `doc_ids`, or
+            `image_index` of a vision-language model (0 for text); see `ActivationStore.kept`.
+        folder: folder of the files in the run directory; a different one for each hook of this type.
     """
 
     every_steps: Annotated[int, Meta(ge=1)] = 100

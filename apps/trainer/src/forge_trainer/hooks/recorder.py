@@ -1,4 +1,4 @@
-"""What `[hooks.<name>] type = "record"` does: an extraction on a fixed probe, beside the training."""
+"""The hook of `[hooks.<name>] type = "record"`: an extraction on a fixed probe during training."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from forge_trainer.hooks.record import RecordConfig
 
 SUMMARY_ROWS = 512
-"""Rows that a summary looks at, evenly spaced, so that its cost does not grow with the probe."""
+"""The number of rows of a summary, evenly spaced, so that its cost does not grow with the probe."""
 
 
 class Recorder(Hook):
-    """Writes the activations of a probe. Collective.
+    """A hook that writes the activations of a probe. Collective.
 
-    One batch is recorded and forgotten at once, so that what cannot be recorded or written is found before
-    the first step, of a run that is continued too.
+    When it is built, it records and removes one batch, so that errors in recording or writing show before
+    the first step, also of a run that is continued.
 
     Raises:
         ConfigError: a site names nothing in the model, or cannot be recorded; or a file cannot be written.
@@ -126,7 +126,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def summaries(store: ActivationStore) -> dict[str, float]:
-    """Sizes and effective rank of each site, as `interp/<site>/<what>`, from at most SUMMARY_ROWS rows."""
+    """Return the `summary` of each site as `interp/<site>/<name>`, from about SUMMARY_ROWS rows at most."""
     step = max(1, -(-store.rows // SUMMARY_ROWS))
     return {
         f"interp/{site}/{what}": value
@@ -136,11 +136,11 @@ def summaries(store: ActivationStore) -> dict[str, float]:
 
 
 def summary(rows: Tensor) -> dict[str, float]:
-    """Summary statistics of rows [n, ...].
+    """Compute summary statistics of rows [n, ...].
 
     Returns:
         `rms` and `max_abs`, in the units of the activations; `effective_rank`, from 0 (nothing varies) to
-        min(n - 1, number of features). Of the rows that are finite; NaN if there are none.
+        min(n - 1, number of features). Only finite rows count; NaN if there are none.
     """
     x = rows.reshape(len(rows), -1).double()
     x = x[torch.isfinite(x).all(1)]
@@ -151,8 +151,8 @@ def summary(rows: Tensor) -> dict[str, float]:
 
 
 def _effective_rank(x: Tensor) -> float:
-    """Of rows [n, d]: exp of the entropy of the normalized singular values (Roy and Vetterli 2007)."""
+    """Compute the exp of the entropy of the normalized singular values of [n, d] (Roy and Vetterli 2007)."""
     singular = torch.linalg.svdvals(x - x.mean(0))
-    share = singular.where(singular > 1e-12 * x.norm(), 0.0)  # what is less is rounding
+    share = singular.where(singular > 1e-12 * x.norm(), 0.0)  # smaller values are rounding errors
     share = share / share.sum().clamp_min(1e-300)
     return torch.special.entr(share).sum().exp().item() if share.any() else 0.0

@@ -1,4 +1,4 @@
-"""Compares the ranks every N steps: who is slower than the others at the same work, and whose GPU is ill."""
+"""Compares the ranks every N steps: finds ranks slower than the others at the same work, and faulty GPUs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from forge_trainer.recovery.incidents import note_incident
 from forge_trainer.steps.base import StepOutput
 
 PHASES = ("data", "step")
-"""Spans of the clock that every step has."""
+"""The clock spans that every step has."""
 
 REPEATS, SIZE = 5, {"cpu": 192, "cuda": 2048}
-"""The probe: so many products of square matrices of this size, a few milliseconds in all."""
+"""The probe: number of products, and size of the square matrices; a few milliseconds in all."""
 
 
 class CompareSpeed(Hook):
-    """Logs the score of the slowest rank by phase, and names a rank that stays slow. Collective.
+    """A hook that logs the score of the slowest rank by phase, and names a rank that stays slow. Collective.
 
     Args:
-        every: distance in steps.
-        run: what is looked at.
+        every: steps between comparisons.
+        run: the run.
     """
 
     span = "speed"
@@ -70,7 +70,7 @@ class CompareSpeed(Hook):
         self._check_gpus()
 
     def _check_gpus(self) -> None:
-        """Beside training, once on each host."""
+        """Check the GPUs in the background, once on each host."""
         if self._run.env.local_rank == 0 and self._run.mesh.device.type == "cuda":
             threading.Thread(target=self._tell_of_gpus, name="gpu-health", daemon=True).start()
 
@@ -84,7 +84,7 @@ class CompareSpeed(Hook):
 
 
 def probe_s(matrix: Tensor) -> float:
-    """Seconds of the fastest of a few products of a matrix with itself; waits for the device."""
+    """Return the seconds of the fastest of a few products of a matrix with itself; wait for the device."""
     took: list[float] = []
     for _ in range(REPEATS):
         begin = time.perf_counter()

@@ -10,14 +10,14 @@ from forge_trainer.steps.base import StepOutput
 
 
 class EvaluateTasks(Hook):
-    """Logs the scores of tasks under `eval/tasks/`. Collective.
+    """A hook that logs the scores of tasks under `eval/tasks/`. Collective.
 
     Args:
-        every: distance in steps.
-        run: what is looked at.
-        tasks: numbers by name; called by all ranks, and those of the first one count.
-        weights: parameters hold the weights to evaluate inside of it.
-        on_results: hears of the results.
+        every: steps between evaluations.
+        run: the run.
+        tasks: returns numbers by name; all ranks call it, and the result of the first rank counts.
+        weights: a context inside which the parameters hold the weights to evaluate.
+        on_results: called with the results.
     """
 
     span = "evaluate"

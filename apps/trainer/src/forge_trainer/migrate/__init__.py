@@ -1,1 +1,1 @@
-"""Configurations of other training stacks in the keys of this one."""
+"""Converts configurations of other training stacks to the keys of Forge."""

@@ -1,4 +1,4 @@
-"""`forge convert`: writes a configuration of another stack in our keys, and says what it left out."""
+"""`forge convert`: converts a configuration of another stack to our keys, and lists omitted keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def convert_file(options: argparse.Namespace) -> ExitCode:
     """Write the TOML to `--out` or the console; notes and problems go to stderr.
 
     Raises:
-        ConfigError: the file cannot be converted as it is, or the result is no job.
+        ConfigError: the file cannot be converted as it is, or the result is no valid job.
     """
     made = convert(Path(options.config), STACKS[options.stack], options.ranks, options.overrides)
     for note in made.notes:
@@ -43,10 +43,10 @@ def convert_file(options: argparse.Namespace) -> ExitCode:
 
 
 def require_job(made: Converted) -> None:
-    """See that what was made is a job, as `forge train` reads it; its tokenizer may lie on another machine.
+    """Check that the result is a valid job for `forge train`; its tokenizer may be on another machine.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: the result is not valid; lists every problem.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "converted.toml"
@@ -58,7 +58,7 @@ def require_job(made: Converted) -> None:
 
 
 def keys_markdown() -> str:
-    """The keys of all stacks as tables, for docs/migrate.md."""
+    """Return the keys of all stacks as tables for docs/migrate.md."""
     lines: list[str] = []
     for stack in STACKS.values():
         lines += [f"### {stack.name}", "", "| key | here |", "|---|---|"]

@@ -1,4 +1,4 @@
-"""How does a configuration of another stack become one of ours, and what has no counterpart?"""
+"""Converts a configuration of another stack to ours, and notes keys without a counterpart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge_config.toml import dumps
 
 Tree = dict[str, Any]
 SOURCES = 'data.sources=\'[{type="tokens",path="stores/mine"}]\''
-"""How sources are given on a command line."""
+"""An example of sources on a command line."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Move:
     """A key that has a counterpart.
 
     Attributes:
-        to: the dotted key here.
-        values: what values of there are called here; absent means that they are the same.
+        to: dotted key in Forge.
+        values: Forge values by values of the other stack; default the same values.
     """
 
     to: str
@@ -37,7 +37,7 @@ class Drop:
 
     Attributes:
         why: what Forge does instead.
-        default: its value there; a key with this value is left out in silence.
+        default: default in the other stack; a key with this value is omitted without a note.
     """
 
     why: str
@@ -46,13 +46,13 @@ class Drop:
 
 @dataclass(frozen=True)
 class Stack:
-    """Another stack.
+    """Another training stack.
 
     Attributes:
-        name: of the stack.
-        keys: the rule of each dotted key that it knows; None for keys that `finish` reads.
-        finish: makes what depends on several keys, from the given tree and the number of ranks.
-        numbers: keys whose values `finish` reckons with.
+        name: name of the stack.
+        keys: rule for each dotted key of the stack; None for keys that `finish` reads.
+        finish: converts settings that depend on several keys, from the given tree and the number of ranks.
+        numbers: keys whose values `finish` uses in arithmetic.
     """
 
     name: str
@@ -63,13 +63,13 @@ class Stack:
 
 @dataclass
 class Converted:
-    """A configuration in our keys.
+    """A configuration converted to our keys.
 
     Attributes:
-        tree: it, as nested tables.
-        notes: keys that were left out, and why.
-        problems: what must be decided by a person before it can be used.
-        decided: dotted keys of ours that the person gives on the command line.
+        tree: the configuration as nested tables.
+        notes: omitted keys with the reason.
+        problems: decisions that a person must make before the configuration can be used.
+        decided: dotted keys of Forge that the person gives on the command line.
     """
 
     decided: Tree = field(default_factory=dict)
@@ -86,26 +86,26 @@ class Converted:
         table[name] = value
 
     def ask(self, key: str, problem: str, example: str) -> None:
-        """Note a problem that a value of `key`, or of keys below it, on the command line solves."""
+        """Add a problem, unless the command line gives `key` or keys below it."""
         if not any(f"{one}.".startswith(f"{key}.") for one in self.decided):
             self.problems.append(f"{problem}; decide it on this command line, such as --{example}")
 
     def decide(self) -> None:
-        """Put in what the person gives; another `type` drops the keys of the one that was converted."""
+        """Set the keys that the person gives; a different `type` drops the converted keys of its section."""
         for key, value in sorted(self.decided.items(), key=lambda one: not one[0].endswith(".type")):
             if key.endswith(".type"):
                 self.put(key.removesuffix(".type"), {})
             self.put(key, value)
 
     def one_of(self, key: str, value: Any, values: Mapping[str, str]) -> str | None:
-        """What a value of there is called here; None and a problem if it has no counterpart."""
+        """Return the Forge value for a value of the other stack; None and a problem if there is none."""
         if isinstance(value, str) and value in values:
             return values[value]
         self.problems.append(f"{key} = {value!r} has no counterpart; known: {', '.join(values)}")
         return None
 
     def toml(self) -> str:
-        """The TOML text; keys left out are comments at its top."""
+        """Return the TOML text; omitted keys are comments at its top."""
         lines = [f"# not converted: {note}" for note in self.notes]
         return "\n".join([*lines, dumps(self.tree)])
 
@@ -114,13 +114,13 @@ def convert(path: Path, stack: Stack, ranks: int | None = None, flags: Sequence[
     """Translate a TOML file.
 
     Args:
-        path: of the file.
-        stack: whose keys it has.
-        ranks: how many processes the run is meant for; needed where a size follows from it.
-        flags: what a person decides, as `--section.key=value` in the keys of Forge.
+        path: path of the file.
+        stack: the stack of its keys.
+        ranks: number of processes of the run; needed if a size depends on it.
+        flags: decisions of a person, as `--section.key=value` in the keys of Forge.
 
     Raises:
-        ConfigError: the file or a flag cannot be read, or a key is none that the stack knows.
+        ConfigError: the file or a flag cannot be read, or a key is unknown to the stack.
     """
     try:
         given = tomllib.loads(path.read_text())
@@ -167,7 +167,7 @@ def _is_number(value: Any) -> bool:
 
 
 def flatten(tree: Mapping[str, Any], keys: Mapping[str, Any], above: str = "") -> Tree:
-    """Dotted keys and their values; a table that `keys` names is one value."""
+    """Return dotted keys and their values; a table that `keys` names is one value."""
     found: Tree = {}
     for name, value in tree.items():
         key = f"{above}.{name}" if above else name

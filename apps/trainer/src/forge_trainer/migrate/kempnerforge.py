@@ -15,7 +15,7 @@ DEFAULT_HEADS = 32
 
 
 def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
-    """Convert what depends on several keys."""
+    """Convert settings that depend on several keys."""
     for section in VISION:
         if section in given:
             made.problems.append(f"[{section}] {BY_HAND}")
@@ -33,7 +33,7 @@ def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None
 
 
 def _defaults(made: Converted) -> None:
-    """Where a default there is another one here, it is written out."""
+    """Write out defaults of KempnerForge that differ from the defaults of Forge."""
     theirs = {
         "model.dim": 4096, "model.num_layers": 32, "model.vocab_size": 32_000, "model.max_tokens": 2048,
         "model.attention.num_heads": 32, "train.micro_batch": 8, "train.steps": 100_000, "job.seed": 42,
@@ -48,7 +48,7 @@ def _defaults(made: Converted) -> None:
 
 
 def _key_value_heads(made: Converted, given: Mapping[str, Any]) -> None:
-    """There the default of `n_kv_heads` is taken from the default of `n_heads`, before a file is read."""
+    """Convert `n_kv_heads`: in KempnerForge its default is the default of `n_heads`, not the file's value."""
     heads = given.get("model.n_heads", DEFAULT_HEADS)
     if "model.n_kv_heads" not in given and heads != DEFAULT_HEADS and heads % DEFAULT_HEADS == 0:
         made.put("model.attention.num_kv_heads", DEFAULT_HEADS)
@@ -59,7 +59,7 @@ def _key_value_heads(made: Converted, given: Mapping[str, Any]) -> None:
 
 
 def _norms(made: Converted, given: Mapping[str, Any]) -> None:
-    """There layer norms have a bias, and queries and keys root mean square norms whatever the others are."""
+    """Convert norms: there layer norms have a bias, and norms of queries and keys are always RMS norms."""
     if given.get("model.norm_type") != "layernorm":
         return
     made.put("model.norm.bias", True)
@@ -107,7 +107,7 @@ def _feed_forward(made: Converted, given: Mapping[str, Any]) -> None:
 
 
 def _router(made: Converted, given: Mapping[str, Any]) -> dict[str, Any]:
-    """There the sequence loss is one of a micro-batch, only sigmoid has it, and both weights count."""
+    """Convert the router: there only sigmoid has a sequence loss, over a micro-batch; both weights count."""
     router: dict[str, Any] = {"z_loss_weight": given.get("model.moe_router_z_loss_weight", 0.0)}
     balance = given.get("model.moe_aux_loss_weight", 0.01)
     of_sequences = given.get("model.moe_sequence_aux_loss_weight", 0.0)
@@ -133,7 +133,7 @@ def _router(made: Converted, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _batch(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
-    """Sequences of a step: there a product of what a rank does, here a number that no rank changes."""
+    """Convert the batch: a product with the number of ranks in KempnerForge, a fixed number in Forge."""
     mesh = made.tree.get("mesh", {})
     others = mesh.get("tp", 1) * mesh.get("pp", 1) * mesh.get("cp", 1)
     copies = mesh.get("dp_replicate", 1)
@@ -163,7 +163,7 @@ def _batch(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None
 
 
 def _experts(made: Converted, experts: int, each: int) -> None:
-    """There the ranks of `ep` read the same sequences; here each reads its part of them."""
+    """Convert `ep`: in KempnerForge its ranks read the same sequences; in Forge each reads its part."""
     if each % experts:
         made.problems.append(
             f"distributed.ep = {experts}: its ranks read the same {each} sequences of a step there and share "
@@ -245,7 +245,7 @@ def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
 
 
 def _rex(made: Converted, given: Mapping[str, Any]) -> str:
-    """There a power of what is left, which is linear for 1; here the shape of Chen et al. 2021."""
+    """Convert rex: there a power of the rest, linear for 1; in Forge the shape of Chen et al. 2021."""
     floor, power = given.get("scheduler.min_lr_ratio", 0.1), given.get("scheduler.rex_alpha", 1.0)
     if (floor, power) != (0.0, 1.0):
         made.problems.append(
@@ -298,7 +298,7 @@ def _checkpoints(made: Converted, given: Mapping[str, Any]) -> None:
 
 
 def _window(made: Converted, start: int, stop: int) -> None:
-    """There: the steps `start` and `start` + 1, 2, 4, ... up to `stop`; 0 is what a run begins with."""
+    """Convert a window: steps `start` and `start` + 1, 2, 4, ... up to `stop`; 0 is the initial state."""
     if start == 0:
         made.put("checkpoint.keep_initial", True)
         made.put("checkpoint.dense", [{"from_step": 1, "to_step": stop}])

@@ -1,4 +1,4 @@
-"""Converts what KempnerForge trains and evaluates on."""
+"""Converts the training and evaluation data of KempnerForge."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _only(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(one: Mapping[str, Any]) -> str:
-    """The name of a data set in phases; empty if it has none."""
+    """Return the name of a data set in phases; empty if it has none."""
     source = one.get("path") or one.get("hf_name") or ""
     return source and (one.get("name") or source)
 
@@ -82,7 +82,7 @@ def _annealing(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _phases(made: Converted, given: Mapping[str, Any], listed: Sequence[Mapping[str, Any]]) -> None:
-    """There a data set that a phase does not name keeps its weight, and the temperature holds in phases."""
+    """Convert phases: a data set not named in a phase keeps its weight; the temperature applies, too."""
     phases = given.get("data.phases") or _annealing(given)
     names = [_name(one) for one in listed]
     power = 1 / given.get("data.mix_temperature", 1.0)
@@ -102,7 +102,7 @@ def _phases(made: Converted, given: Mapping[str, Any], listed: Sequence[Mapping[
 
 
 def convert_evaluation(made: Converted, given: Mapping[str, Any]) -> None:
-    """Write what is evaluated on; nothing is where it is not asked for."""
+    """Write the evaluation data; disable evaluation if it is not enabled in the given configuration."""
     if not given.get("eval.enabled", False):
         made.put("eval.every_steps", 0)
         return

@@ -1,4 +1,4 @@
-"""What each key of KempnerForge (as of 2026-07) is called here; None: it is read together with others."""
+"""The rule for each key of KempnerForge (as of 2026-07); None: it is read together with other keys."""
 
 from __future__ import annotations
 
@@ -151,4 +151,4 @@ NUMBERS = (
     "distributed.cp", "distributed.ep", "checkpoint.keep_last_n", "checkpoint.interval",
     "profiling.start_step", "profiling.end_step",
 )  # fmt: skip
-"""Keys that are reckoned with."""
+"""Keys whose values are used in arithmetic."""

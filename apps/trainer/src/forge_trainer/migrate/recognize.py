@@ -1,4 +1,4 @@
-"""Whose configuration is a file that Forge cannot read?"""
+"""Recognizes configurations of other stacks in files that Forge cannot read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from forge_trainer.migrate.command import STACKS
 from forge_trainer.migrate.convert import Stack, flatten
 
 KNOWN_SHARE = 0.8
-"""A file is of a stack that knows this part of its keys, and has a section that Forge does not."""
+"""The fraction of keys that a stack must know, besides a section that Forge does not have."""
 
 
 def remedy(path: Path | str, asked: str | None = None) -> str:
-    """A line that says how a file of another stack is converted; empty if it is none.
+    """Return a line about how to convert a file of another stack; empty if it is no such file.
 
     Args:
-        path: of the file.
-        asked: the stack that it was taken for.
+        path: path of the file.
+        asked: the stack that the user named for the file.
     """
     try:
         given = tomllib.loads(Path(path).read_text())
@@ -32,7 +32,7 @@ def remedy(path: Path | str, asked: str | None = None) -> str:
 
 
 def _share(given: dict[str, object], stack: Stack) -> float:
-    """The part of the keys that a stack knows; 0 where all sections are also ours."""
+    """Return the fraction of keys that a stack knows; 0 if all sections also exist in Forge."""
     foreign = {key.partition(".")[0] for key in stack.keys} - set(Job.__struct_fields__)
     keys = flatten(given, stack.keys)
     return len(keys.keys() & stack.keys.keys()) / len(keys) if foreign & given.keys() else 0.0

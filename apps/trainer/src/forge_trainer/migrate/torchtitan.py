@@ -1,4 +1,4 @@
-"""The keys of torchtitan's TOML files (0.1 to 0.2) and what they are called here."""
+"""Converts the keys of torchtitan's TOML files (0.1 to 0.2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AUTOMATIC = "Forge decides it by itself"
 IN_RUN = "it lies in the run directory"
 
 FLAVORS = {("llama3", "8B"): "llama-8b", ("llama3", "70B"): "llama-70b"}
-"""Models that have a preset here."""
+"""Models with a preset in Forge."""
 
 KEYS: dict[str, Move | Drop | None] = {
     "job.dump_folder": Move("job.root"),
@@ -157,7 +157,7 @@ KEYS: dict[str, Move | Drop | None] = {
 
 
 def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
-    """Convert what depends on several keys."""
+    """Convert settings that depend on several keys."""
     made.tree.setdefault("job", {}).setdefault("name", "converted")
     _model(made, given)
     _batch(made, given, ranks)
@@ -187,7 +187,7 @@ def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None
 
 
 def _activations(made: Converted, given: Mapping[str, Any]) -> None:
-    """`selective_ac_option` is a number of layers or `op`, and counts where the mode is selective."""
+    """Convert `selective_ac_option`, a number of layers or `op`; it applies only if the mode is selective."""
     mode = given.get("activation_checkpoint.mode", "selective")
     option = str(given.get("activation_checkpoint.selective_ac_option", "2"))
     if mode != "selective" or option == "op":
@@ -291,6 +291,6 @@ NUMBERS = (
     "parallelism.pipeline_parallel_microbatch_size", "parallelism.context_parallel_degree",
     "checkpoint.interval", "checkpoint.keep_latest_k", "profiling.profile_freq",
 )  # fmt: skip
-"""Keys that are reckoned with."""
+"""Keys whose values are used in arithmetic."""
 
 TORCHTITAN = Stack("torchtitan", KEYS, finish, NUMBERS)

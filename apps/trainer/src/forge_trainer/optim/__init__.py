@@ -1,4 +1,4 @@
-"""Which optimizers a run may use: the registry of the open section `[optimizer]`."""
+"""Optimizers of a run: the registry of the open section `[optimizer]`."""
 
 from forge_trainer.optim.base import OptimizerConfig as OptimizerConfig
 from forge_trainer.optim.base import optimizers as optimizers

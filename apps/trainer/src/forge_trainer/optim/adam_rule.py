@@ -1,4 +1,4 @@
-"""The step of AdamW on what a rank holds, for groups and number formats that torch's own does not take."""
+"""The step of AdamW on a rank's shards, for groups and dtypes that torch's optimizer does not support."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def adamw_step(
     moments: torch.dtype | None = None,
     rounded: Callable[[int, Tensor], Tensor] | None = None,
 ) -> None:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101 algorithm 2), by torch's fused kernel.
+    """Take a step of AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101 algorithm 2) by torch's fused kernel.
 
     Args:
-        held: what this rank holds.
-        group: its entries.
+        held: this rank's shards of the parameters.
+        group: entries of the group.
         betas: decay rates of the two moments.
-        eps: added to the root of the second moment.
-        moments: the dtype both are kept in; None for that of the parameters, at least float32.
+        eps: constant added to the root of the second moment.
+        moments: dtype of both moments in memory; None for the dtype of the parameters, at least float32.
         rounded: see `LocalParameters.put_values`.
     """
     kept = held.values, held.state("exp_avg", moments), held.state("exp_avg_sq", moments)

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @optimizers.register("adamw")
 class AdamWConfig(OptimizerConfig):
-    """torch's fused AdamW; a rule of ours for narrow moments, stochastic rounding and weights that are views.
+    """torch's fused AdamW, or our own step for bfloat16 moments, stochastic rounding and weights in views.
 
     Attributes:
         betas: decay rates of the two moments.
-        eps: added to the root of the second moment.
-        moments: number format that the moments are kept in; bfloat16 halves their memory. It cannot hold the
-            changes of a second moment whose decay rate is above 0.99, which is refused.
-        rounding: of weights that are kept in bfloat16 (`precision.pure_bf16`): `stochastic` keeps updates
-            that are too small for bfloat16, on average.
+        eps: constant added to the root of the second moment.
+        moments: number format of the stored moments; bfloat16 halves their memory. It cannot represent the
+            small changes of a moment whose decay rate is above 0.99, so this combination is refused.
+        rounding: rounding of weights stored in bfloat16 (`precision.pure_bf16`): `stochastic` preserves, on
+            average, updates that are too small for bfloat16.
     """
 
     recorded_keys = ("betas", "eps", "rounding")

@@ -1,4 +1,4 @@
-"""Averages of the weights, and how they take the place of those that are trained while somebody looks."""
+"""Averages the weights during training, and swaps the averages in for an evaluation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from forge_trainer.optim.base import EMA, OptimizerConfig
 
 @torch.no_grad()
 def average_weights(optimizer: Optimizer, decay: float, finite: Tensor) -> None:
-    """Move the average of each parameter that the optimizer has state of towards its value.
+    """Move the average of each parameter with optimizer state towards the value of the parameter.
 
-    The average is at least float32, state of its parameter and laid out like it. It begins with the first
-    value that it is shown.
+    The average is part of the state of its parameter, with the same layout, in float32 or wider. It begins
+    with the value of the parameter at the first call.
 
     Args:
-        optimizer: after its step.
-        decay: per step.
-        finite: [] bool; when false, no average moves.
+        optimizer: the optimizer, after its step.
+        decay: decay of the average, per step.
+        finite: [] bool; if false, no average moves.
     """
     for parameter, state in optimizer.state.items():
         if not state:
@@ -38,9 +38,9 @@ def average_weights(optimizer: Optimizer, decay: float, finite: Tensor) -> None:
 
 @contextmanager
 def evaluation_weights(config: OptimizerConfig, optimizer: Optimizer) -> Iterator[None]:
-    """Swap the averaged weights of `config.evaluated` into the parameters; afterwards restore every bit.
+    """Swap the averaged weights of `config.evaluated` into the parameters; restore every bit afterwards.
 
-    Needs a second copy of the weights meanwhile, but for optimizers without averages.
+    Needs a second copy of the weights meanwhile, except for optimizers without averages.
     """
     held: list[tuple[Tensor, Tensor]] = []
     try:

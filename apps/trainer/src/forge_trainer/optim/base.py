@@ -1,4 +1,4 @@
-"""What an optimizer plug is: a struct that builds a `torch.optim.Optimizer` from named parameters."""
+"""The interface of an optimizer plug: a struct that builds a `torch.optim.Optimizer`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forge_trainer.optim.parameters import NamedParameter
 
 Decay = Annotated[float, Meta(ge=0, lt=1)]
-"""Of a moment, per step."""
+"""The decay of a moment, per step."""
 
 EMA = "ema"
 """The name, in the state of an optimizer, of the moving average of a parameter."""
@@ -28,12 +28,12 @@ class OptimizerConfig(Config):
 
     Attributes:
         lr: peak learning rate; the schedule multiplies it.
-        weight_decay: per step, times the learning rate.
-        no_decay: roles of parameters that do not decay: of `embedding head norm matrix bias router expert`.
-        groups: what is special about some parameters: factors, and steps in which they are frozen.
-        ema_decay: per step, of an exponential moving average of the weights that begins with those after the
-            first step; evaluation and export use it. 0 keeps none.
-        needs_constant_lr: whether it does itself what a decay is for.
+        weight_decay: weight decay per step; multiplied by the learning rate.
+        no_decay: roles of parameters that do not decay, from `embedding head norm matrix bias router expert`.
+        groups: settings of selected parameters: factors, and steps in which they are frozen.
+        ema_decay: decay, per step, of an exponential moving average of the weights, which begins with the
+            weights after the first step; evaluation and export use it. 0 keeps no average.
+        needs_constant_lr: whether the optimizer replaces the decay of the learning rate.
     """
 
     needs_constant_lr: ClassVar[bool] = False
@@ -48,39 +48,39 @@ class OptimizerConfig(Config):
 
     @property
     def averages(self) -> tuple[str, ...]:
-        """State of the optimizer that evaluation needs beside the weights; see `evaluated`."""
+        """The names of optimizer states that evaluation needs beside the weights; see `evaluated`."""
         return (EMA,) if self.ema_decay else ()
 
     def build(self, parameters: Sequence[NamedParameter], mesh: Mesh | None = None) -> Optimizer:
         """Build the optimizer, with the groups of `param_groups`. Collective.
 
-        All changing state belongs to parameters, not to groups: ranks may hold different parameters.
+        All changing state belongs to parameters, not to groups, as ranks may hold different parameters.
 
         Args:
-            parameters: those that are trained, of the parts that this rank holds.
-            mesh: the grid of ranks; None in a lone process.
+            parameters: the trained parameters of this rank's parts of the model.
+            mesh: the grid of ranks; None in a single process.
         """
         raise NotImplementedError
 
     def evaluated(self, value: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """The weights to evaluate and to export, where they are others than those that are trained.
+        """Return the weights to evaluate and export, if they differ from the trained weights.
 
         Args:
-            value: a parameter, or this rank's part of it.
-            state: of the optimizer, of the names `averages`, in the same part.
+            value: a parameter, or this rank's shard of it.
+            state: optimizer state of the names `averages`, with the same sharding.
         """
         return state[EMA].to(value.dtype)
 
     def kind(self, parameter: NamedParameter) -> str:
-        """The kind of update of a parameter; each kind has groups of its own."""
+        """Return the kind of update of a parameter; each kind has separate groups."""
         return type(self).__name__.removesuffix("Config")
 
     def options(self, kind: str) -> dict[str, Any]:
-        """Further entries of the groups of a kind; `lr` and `weight_decay` take the place of those of all."""
+        """Return further entries of the groups of a kind; `lr` and `weight_decay` override the defaults."""
         return {}
 
     def param_groups(self, parameters: Sequence[NamedParameter]) -> list[dict[str, Any]]:
-        """Groups as torch wants them, each parameter in one."""
+        """Return parameter groups in the format of torch; each parameter is in exactly one."""
         made = []
         grouped = group(parameters, self.groups, self.no_decay, self.kind)
         for kind, (lr, decay, frozen, curves), members in grouped:

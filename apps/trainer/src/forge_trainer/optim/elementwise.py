@@ -1,7 +1,7 @@
-"""Steps of optimizers that treat each element alone: a formula on lists of tensors, compiled if asked to.
+"""Steps of element-wise optimizers: a formula on lists of tensors, compiled on request.
 
-Uncompiled, each operation of a formula is a pass over memory, for many tensors at once. Compiled, all of it
-is one pass for each large tensor, by code for a CPU or by Triton; results are the same up to rounding.
+Uncompiled, each operation of a formula is a pass over memory, for many tensors at once. Compiled, the whole
+formula is one pass for each large tensor, by CPU code or Triton; results are the same up to rounding.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from forge_parallel.capabilities import compiled
 from torch import Tensor
 
 COMPILED_ELEMENTS = 1 << 16
-"""Smaller tensors stay in lists: their kernels take less time than to start one for each."""
+"""Smaller tensors stay in lists: a kernel for each would take longer to start than to run."""
 
 _MOST_COMPILATIONS = 64  # of all formulas, formats, and ways to know whether a step is finite
 
 Formula = Callable[..., tuple[list[Tensor], ...]]
-"""Takes `update` (see `LocalParameters.update`), lists of one tensor a parameter (values, gradients, and each
-state), and numbers; returns lists of the new values and of each new state. A number is a float or [] tensor
-for all parameters, or a list of [] tensors, one a parameter."""
+"""Takes `update` (see `LocalParameters.update`), lists with one tensor for each parameter (values, gradients,
+each state), and numbers; returns lists of the new values and of each new state. A number is a float or []
+tensor for all parameters, or a list of [] tensors, one for each parameter."""
 
 
 def foreach(name: str, *arguments: Any, **options: Any) -> Any:
-    """One of torch's operations on lists of tensors, which have no public names."""
+    """Call one of torch's operations on lists of tensors, which have no public names."""
     return getattr(torch, f"_foreach_{name}")(*arguments, **options)
 
 
@@ -46,17 +46,17 @@ def step_compiled(
     tensors: Sequence[Tensor],
     numbers: Sequence[float | Sequence[Tensor]],
 ) -> None:
-    """Take the step of one parameter in one pass.
+    """Take the step of one parameter in one pass over memory.
 
     Args:
-        formula: which.
-        finite: [] bool; where it is false nothing changes. None where it is known to be true.
-        wide: the dtype to compute in.
+        formula: formula of the step.
+        finite: [] bool; if false, nothing changes. None if it is known to be true.
+        wide: dtype of the computation.
         tensors: value, gradient and states; all but the gradient are overwritten.
-        numbers: of the formula.
+        numbers: numbers of the formula.
 
     Raises:
-        ConfigError: it cannot be compiled, say because there is no compiler for C++.
+        ConfigError: the formula cannot be compiled, for example for lack of a C++ compiler.
     """
     from torch._dynamo.exc import BackendCompilerFailed  # takes seconds, and compiling needs it anyway
 

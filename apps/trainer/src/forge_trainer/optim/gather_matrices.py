@@ -1,7 +1,7 @@
-"""Whole matrices, each at one owner, from the parts that ranks hold; and results back to where parts are.
+"""Gathers each matrix at one owner from the shards of ranks, and scatters results back to the shards.
 
-A matrix is a box of a parameter: all of it, one expert, or one head. Every rank that holds the same part of
-the model takes part, whatever layouts its parameters have; of copies, one is sent, and all get the result.
+A matrix is a box of a parameter: the whole parameter, one expert, or one head. Every rank that holds the same
+part of the model participates, for any layout; one copy of a shard is sent, and all copies get the result.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch import Tensor
 from forge_trainer.optim.newton_schulz import cost
 
 BUCKET_ELEMENTS = 1 << 24
-"""Matrices travel in buckets of about so many elements a rank: some move while others are worked on."""
+"""The approximate size of a bucket in elements a rank; one bucket is sent while another is computed."""
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it starts, and how long it is, in each dim."""
+    """A part of a tensor: start and length in each dim."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     def meet(self, other: Box) -> Box | None:
-        """The intersection with another box; None if it is empty."""
+        """Return the intersection with another box; None if it is empty."""
         pairs = list(zip(self.start, self.shape, other.start, other.shape, strict=True))
         low = tuple(max(a, b) for a, _, b, _ in pairs)
         shape = tuple(min(a + n, b + m) - low[i] for i, (a, n, b, m) in enumerate(pairs))
         return Box(low, shape) if all(n > 0 for n in shape) else None
 
     def within(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """Its place in a tensor that starts at `origin`."""
+        """Return the slices of the box in a tensor that starts at `origin`."""
         spans = zip(self.start, self.shape, origin, strict=True)
         return tuple(slice(a - o, a - o + n) for a, n, o in spans)
 
@@ -51,12 +51,12 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix that is worked on as a whole.
+    """A matrix that one rank computes as a whole.
 
     Attributes:
-        parameter: its index.
-        box: where it lies; its last two dims are rows and columns.
-        owner: the rank that works on it.
+        parameter: index of its parameter.
+        box: its box in the parameter; the last two dims are rows and columns.
+        owner: the rank that computes it.
     """
 
     parameter: int
@@ -71,17 +71,17 @@ class Matrix:
 
 
 class MatrixExchange:
-    """Which rank holds each matrix, which computes it, and in which order pieces travel. Collective to make.
+    """The plan of which rank holds and computes each matrix, and of all transfers. Building it is collective.
 
     Args:
-        parameters: the same on all ranks of `mesh.stage`, of two dims or more.
+        parameters: parameters of two dims or more, the same on all ranks of `mesh.stage`.
         mesh: the grid of ranks.
-        splits: into how many matrices a parameter is cut, and along which of its dims; 1 for none.
-        dtype: in which matrices travel and are worked on.
-        load: what each rank has to do already, kept up to date; nothing, if absent.
+        splits: for each parameter, the number of matrices it is cut into, and the dim of the cut; 1 for none.
+        dtype: dtype of the matrices in transfer and computation.
+        load: present work of each rank, updated in place; default none.
 
     Attributes:
-        buckets: the matrices, each in one bucket.
+        buckets: the buckets of matrices; each matrix is in one bucket.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class MatrixExchange:
         self._routes = [self._routed(bucket) for bucket in self.buckets]
 
     def gather(self, bucket: int, values: Sequence[Tensor]) -> Pending:
-        """Begin to bring the matrices of a bucket to their owners. Collective.
+        """Begin to send the matrices of a bucket to their owners. Collective.
 
         Args:
-            bucket: index of one of `buckets`.
-            values: this rank's part of each parameter.
+            bucket: index in `buckets`.
+            values: this rank's shard of each parameter.
         """
         there = self._routes[bucket].there
         return self._swap([values[one.parameter][one.here] for one in there.out], there, values)
 
     def assembled(self, bucket: int, pending: Pending) -> list[Tensor]:
-        """The matrices of a bucket that this rank owns, [R, C] each."""
+        """Assemble the matrices of a bucket that this rank owns, [R, C] each."""
         received, routes = pending.wait(), self._routes[bucket]
         whole = [received.new_zeros(box.shape) for box in routes.owned]
         for piece, values in zip(routes.there.into, _cut(received, routes.there.into), strict=True):
@@ -125,25 +125,25 @@ class MatrixExchange:
         return [tensor.view(tensor.shape[-2:]) for tensor in whole]
 
     def scatter(self, bucket: int, results: Sequence[Tensor], like: Sequence[Tensor]) -> Pending:
-        """Begin to bring results back to all ranks that hold a part. Collective.
+        """Begin to send results back to all ranks that hold a shard. Collective.
 
         Args:
-            bucket: index of one of `buckets`.
-            results: of the matrices that this rank owns, in their order.
-            like: this rank's part of each parameter.
+            bucket: index in `buckets`.
+            results: results of the matrices that this rank owns, in the same order.
+            like: this rank's shard of each parameter.
         """
         routes = self._routes[bucket]
         of = [result.view(box.shape) for result, box in zip(results, routes.owned, strict=True)]
         return self._swap([of[one.owned][one.there] for one in routes.back.out], routes.back, like)
 
     def placed(self, bucket: int, pending: Pending, updates: Sequence[Tensor]) -> None:
-        """Write the results of a bucket into this rank's part of each parameter."""
+        """Write the results of a bucket into this rank's shard of each parameter."""
         into = self._routes[bucket].back.into
         for piece, values in zip(into, _cut(pending.wait(), into), strict=True):
             updates[piece.parameter][piece.here].copy_(values)
 
     def _routed(self, bucket: Sequence[Matrix]) -> Routes:
-        """Where what goes in a bucket; takes a while with many ranks, and is the same in each step."""
+        """Compute the transfers of a bucket, which are equal in each step; slow with many ranks."""
         ranks, rank = range(self._view.size), self._view.rank
         number: dict[int, int] = {}
         for matrix in bucket:
@@ -160,7 +160,7 @@ class MatrixExchange:
     def _pieces(
         self, matrices: Sequence[Matrix], rank: int, number: Mapping[int, int], sent: bool = False
     ) -> list[Piece]:
-        """The pieces of matrices that a rank holds, or only those that it sends."""
+        """Return the pieces of matrices that a rank holds, or (`sent`) only the pieces that it sends."""
         found = []
         for matrix in matrices:
             holding = self._holdings[rank][matrix.parameter]
@@ -186,11 +186,11 @@ class Piece(NamedTuple):
     """The piece of one matrix on one rank.
 
     Attributes:
-        parameter: its index.
-        owned: which of the matrices of a bucket that this rank owns; -1 for none.
-        here: where in the part of the parameter that the rank holds.
-        there: where in the matrix.
-        shape: of both.
+        parameter: index of the parameter.
+        owned: index of the matrix among this rank's matrices of the bucket; -1 if another rank owns it.
+        here: slices in the rank's shard of the parameter.
+        there: slices in the matrix.
+        shape: shape of the piece.
     """
 
     parameter: int
@@ -204,10 +204,10 @@ class Way(NamedTuple):
     """One all-to-all.
 
     Attributes:
-        out: what this rank gives, in this order.
-        to: how many elements to each rank.
-        into: what it gets, in this order.
-        of: how many elements of each rank.
+        out: pieces that this rank sends, in this order.
+        to: number of elements sent to each rank.
+        into: pieces that this rank receives, in this order.
+        of: number of elements received from each rank.
     """
 
     out: list[Piece]
@@ -217,12 +217,12 @@ class Way(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """The ways of a bucket.
+    """The transfers of a bucket.
 
     Attributes:
-        owned: the matrices that this rank works on.
-        there: to the owners.
-        back: to all that hold a part.
+        owned: boxes of the matrices that this rank computes.
+        there: the all-to-all from the shards to the owners.
+        back: the all-to-all from the owners to the shards.
     """
 
     owned: list[Box]
@@ -243,12 +243,12 @@ def _cut(received: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 class Pending(NamedTuple):
-    """Values that are on their way.
+    """Values of a transfer that may still run.
 
     Attributes:
-        values: valid after `wait`.
+        values: the received values, valid after `wait`.
         work: the collective; None if there is none.
-        sent: kept alive until then.
+        sent: the sent buffer, kept alive until then.
     """
 
     values: Tensor
@@ -256,14 +256,14 @@ class Pending(NamedTuple):
     sent: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The values."""
+        """Wait for the transfer and return the values."""
         if self.work is not None:
             self.work.wait()
         return self.values
 
 
 def _everyone(mine: list[Holding], view: View) -> list[list[Holding]]:
-    """The holdings of each rank of a view. Collective."""
+    """Gather the holdings of each rank of a view. Collective."""
     if view.size == 1:
         return [mine]
     import torch.distributed as dist
@@ -274,7 +274,7 @@ def _everyone(mine: list[Holding], view: View) -> list[list[Holding]]:
 
 
 def _boxes(shape: tuple[int, ...], pieces: int, dim: int) -> list[Box]:
-    """The matrices of a parameter: one for each index of the leading dims, cut into pieces along one dim."""
+    """Return the matrices of a parameter: one for each index of the leading dims, cut along one dim."""
     sides, start = list(shape[-2:]), [0, 0]
     sides[dim] //= pieces
     found = []
@@ -286,7 +286,7 @@ def _boxes(shape: tuple[int, ...], pieces: int, dim: int) -> list[Box]:
 
 
 def portions_of(parameters: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
-    """Cut parameters into portions of about a bucket, by their full sizes: the same on all ranks."""
+    """Divide parameters into portions of about a bucket, by full sizes, so that all ranks agree."""
     portions: list[list[Tensor]] = []
     room = 0
     for parameter in parameters:
@@ -301,9 +301,9 @@ def portions_of(parameters: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
 def _buckets(
     matrices: list[Matrix], holdings: list[list[Holding]], size: int, load: list[int] | None = None
 ) -> list[list[Matrix]]:
-    """Cut matrices into buckets, and give each an owner: the most costly first, to who has least to do.
+    """Divide matrices into buckets and assign owners: the costliest matrix first, to the least loaded rank.
 
-    A matrix that lies on one rank alone stays there.
+    A matrix that lies on a single rank stays there.
     """
     buckets: list[list[Matrix]] = [[]]
     room = BUCKET_ELEMENTS * size

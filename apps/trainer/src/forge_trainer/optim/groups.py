@@ -1,4 +1,4 @@
-"""Which parameters share a learning rate, a weight decay, and the steps in which they are frozen."""
+"""Groups parameters that share learning rate, weight decay and the steps in which they are frozen."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from forge_trainer.optim.parameters import NamedParameter
 
 Role = Literal["embedding", "head", "norm", "matrix", "bias", "router", "expert"]
-"""Those of `forge_model.roles`, which imports torch."""
+"""The roles of `forge_model.roles`, repeated here because that module imports torch."""
 
 Stages = tuple[tuple[int, int | None], ...]
-"""Steps in which parameters are frozen: from the first number up to, without it, the second, or the end."""
+"""Steps in which parameters are frozen: pairs of the first step and the step after the last, None if none."""
 
 FOREVER: tuple[int, int | None] = (0, None)
 
 
 class GroupRule(Config):
-    """One entry of `[[optimizer.groups]]`: settings of some parameters.
+    """One entry of `[[optimizer.groups]]`: settings of selected parameters.
 
-    Every rule that names a parameter applies to it: factors multiply, frozen steps add up.
+    Every rule that matches a parameter applies to it: factors multiply, frozen steps are united.
 
     Attributes:
-        match: patterns of names; `*` stands for (part of) one component. That of a module means all that is
-            inside: `layers.0`, `layers.*.attention`. Every pattern must name something.
-        roles: only parameters of these roles; all, if there are none.
-        lr: factor on the learning rate.
-        decay: factor on the weight decay.
-        freeze_from: frozen from this step (counted from 0) on.
-        freeze_until: and trained again from this step on; absent means never. Parameters that are frozen from
-            0 on and never again trained have no optimizer state and no gradients; others do.
-        stages: from which steps on they train how, in place of the two keys above.
+        match: patterns of names; `*` stands for (part of) one component. The pattern of a module matches all
+            parameters inside it: `layers.0`, `layers.*.attention`. Every pattern must match something.
+        roles: roles of the parameters; default all.
+        lr: factor of the learning rate.
+        decay: factor of the weight decay.
+        freeze_from: first step, counted from 0, in which the parameters are frozen.
+        freeze_until: first step in which they train again; default never. Only parameters that are frozen
+            from step 0 to the end have no optimizer state and no gradients.
+        stages: stages of training or freezing, in place of the two keys above.
     """
 
     match: tuple[str, ...] = ()
@@ -69,21 +69,21 @@ class GroupRule(Config):
 
     @property
     def frozen(self) -> Stages:
-        """The steps in which this rule freezes."""
+        """The steps in which this rule freezes parameters."""
         if self.freeze_from is None and self.freeze_until is None:
             return tuple(frozen_steps(self.stages))
         return ((self.freeze_from or 0, self.freeze_until),)
 
     def in_steps(self, step_of: Callable[[int], int]) -> GroupRule:
-        """The same rule with stages that begin at steps; see `StageRule.in_steps`."""
+        """Return the same rule with stages that begin at steps; see `StageRule.in_steps`."""
         return structs.replace(self, stages=tuple(stage.in_steps(step_of) for stage in self.stages))
 
     def names(self, name: str, role: str) -> bool:
-        """Whether it applies to a parameter."""
+        """Return whether the rule applies to a parameter."""
         return self.matches(name) and (not self.roles or role in self.roles)
 
     def matches(self, name: str) -> bool:
-        """Whether a pattern names a parameter, or there is none."""
+        """Return whether a pattern matches a parameter, or there is no pattern."""
         return not self.match or any(inside(pattern, name) for pattern in self.match)
 
 
@@ -91,10 +91,10 @@ class Treatment(NamedTuple):
     """The combined effect of all group rules on a parameter.
 
     Attributes:
-        lr: factor on the learning rate.
-        decay: factor on the weight decay.
-        frozen: steps in which it is frozen, in order of their start.
-        curves: the stages of each rule in which it trains; their factors multiply.
+        lr: factor of the learning rate.
+        decay: factor of the weight decay.
+        frozen: steps in which the parameter is frozen, in order of their start.
+        curves: for each rule, the stages in which the parameter trains; factors of rules multiply.
     """
 
     lr: float = 1.0
@@ -104,12 +104,12 @@ class Treatment(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Parameters that are treated alike.
+    """Parameters with the same treatment.
 
     Attributes:
-        kind: what the optimizer calls them, such as the algorithm that it uses for them.
-        treatment: of all of them.
-        parameters: in the order of the model.
+        kind: kind of update in the optimizer, such as its algorithm for them.
+        treatment: treatment of all of them.
+        parameters: the parameters, in the order of the model.
     """
 
     kind: str
@@ -136,13 +136,13 @@ def group(
     no_decay: Sequence[str] = (),
     kind: Any = lambda parameter: "",
 ) -> list[Group]:
-    """Put every parameter into exactly one group; those that no rule names come first.
+    """Put every parameter into exactly one group; parameters that no rule matches come first.
 
     Args:
-        parameters: those that are trained.
-        rules: of the configuration.
+        parameters: the trained parameters.
+        rules: rules of the configuration.
         no_decay: roles that do not decay.
-        kind: parameters of different kinds are in different groups.
+        kind: returns the kind of a parameter; different kinds are in different groups.
     """
     found: dict[tuple[str, Treatment], list[NamedParameter]] = {}
     for parameter in parameters:
@@ -156,17 +156,17 @@ def group(
 
 
 def is_frozen(stages: Stages, step: int) -> bool:
-    """Whether parameters of these stages are frozen in a step (from 0)."""
+    """Return whether parameters with these stages are frozen in a step (from 0)."""
     return any(start <= step and (end is None or step < end) for start, end in stages)
 
 
 def freeze(model: nn.Module, rules: Sequence[GroupRule], sources: Sequence[SourceConfig] = ()) -> None:
-    """Take gradients from what is never trained. Before the model is cut or made parallel.
+    """Disable gradients of parameters that never train; call it before the model is cut or parallelized.
 
     Args:
-        model: all of it.
-        rules: of the configuration, by steps.
-        sources: of the data; modules whose inputs are in none of them are never trained.
+        model: the whole model.
+        rules: rules of the configuration, with stages in steps.
+        sources: sources of the data; modules whose inputs no source has are never trained.
 
     Raises:
         ConfigError: a pattern of a rule names no parameter, or nothing is left to train.
@@ -183,7 +183,7 @@ def freeze(model: nn.Module, rules: Sequence[GroupRule], sources: Sequence[Sourc
 
 
 def unfed(model: nn.Module, sources: Sequence[SourceConfig]) -> list[str]:
-    """Patterns of the modules whose inputs are in no source, such as a tower where there are no images."""
+    """Return patterns of modules whose inputs no source has, such as a vision tower without images."""
     from forge_parallel.plan import Plan
 
     if not sources or not all(source.has_tokens_only() for source in sources):
@@ -192,14 +192,14 @@ def unfed(model: nn.Module, sources: Sequence[SourceConfig]) -> list[str]:
 
 
 def require_names(rules: Sequence[GroupRule], roles: Mapping[str, str]) -> None:
-    """See that every pattern names a parameter, and every rule one of its roles.
+    """Check that every pattern matches a parameter, and every rule a parameter with one of its roles.
 
     Args:
-        rules: of the configuration.
-        roles: of all parameters of the model, by name.
+        rules: rules of the configuration.
+        roles: roles of all parameters of the model, by name.
 
     Raises:
-        ConfigError: one does not; lists the shapes of names, or the roles, that there are.
+        ConfigError: a pattern or rule matches nothing; lists the names or roles of the model.
     """
     names = list(roles)
     for index, rule in enumerate(rules):
@@ -218,9 +218,9 @@ def require_names(rules: Sequence[GroupRule], roles: Mapping[str, str]) -> None:
 
 
 def drop_frozen_gradients(optimizer: Optimizer, step: int) -> None:
-    """Forget the gradients of parameters that are frozen in this step, so that nothing moves them.
+    """Delete the gradients of parameters that are frozen in this step, so that nothing moves them.
 
-    An optimizer of ours is told by its attribute `frozen`, one bool a group.
+    The attribute `frozen` of the optimizer, one bool for each group, informs our own optimizers.
     """
     frozen = [is_frozen(entry.get("frozen", ()), step) for entry in optimizer.param_groups]
     optimizer.frozen = frozen  # type: ignore[attr-defined]
@@ -230,12 +230,12 @@ def drop_frozen_gradients(optimizer: Optimizer, step: int) -> None:
 
 
 def shape_of(name: str) -> str:
-    """A name with its numbers as `*`."""
+    """Return a name with its numbers replaced by `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def listed(names: Iterable[str]) -> list[str]:
-    """Names in few lines; names that differ in numbers share one: `layers.0-3,7.ffn.w_up.weight`."""
+    """List names in few lines; names that differ in numbers share one: `layers.0-3,7.ffn.w_up.weight`."""
     alike: dict[str, list[list[str]]] = {}
     for name in names:
         alike.setdefault(shape_of(name), []).append(name.split("."))
@@ -243,7 +243,7 @@ def listed(names: Iterable[str]) -> list[str]:
 
 
 def _ranges(parts: tuple[str, ...]) -> str:
-    """Numbers as ranges; one word as it is."""
+    """Join numbers to ranges; return a word as it is."""
     if not parts[0].isdigit():
         return parts[0]
     numbers = sorted({int(part) for part in parts})
@@ -253,7 +253,7 @@ def _ranges(parts: tuple[str, ...]) -> str:
 
 
 def inside(pattern: str, name: str) -> bool:
-    """Whether a pattern names a parameter or a module around it."""
+    """Return whether a pattern matches a parameter or a module around it."""
     from forge_parallel.match import matches
 
     depth = pattern.count(".") + 1

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @optimizers.register("lion")
 class LionConfig(OptimizerConfig):
-    """The sign of an average of gradients; one moment. Wants a third to a tenth of the rate of AdamW.
+    """Updates by the sign of an average of gradients; one moment. Needs 1/3 to 1/10 of AdamW's learning rate.
 
     Attributes:
-        betas: of the average that is used, and of the one that is kept.
-        compile: compile the step of large parameters to one pass; needs a C++ compiler, on a GPU Triton.
+        betas: decay rates of the average in the update, and of the stored average.
+        compile: whether to compile the step of large parameters to one pass; needs a C++ compiler, on a GPU
+            Triton.
     """
 
     recorded_keys = ("betas",)

@@ -1,4 +1,4 @@
-"""Optimizers of our own: a rule for each kind of group; new values are kept where the step is finite."""
+"""The base of our own optimizers: a rule for each kind of group; non-finite steps change nothing."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor
 from forge_trainer.optim.elementwise import COMPILED_ELEMENTS, Formula, foreach, step_compiled
 
 CHUNK_ELEMENTS = 1 << 18
-"""A rule that works on each element for itself is given about so many at a time on a CPU: they stay in its
-caches, and memory is used again."""
+"""The approximate number of elements that an element-wise rule gets at a time on a CPU: they stay in its
+caches, and memory is reused."""
 
 WINDOW_ELEMENTS = 1 << 25
-"""And so many on a GPU: a rule computes with about 1 GB, and a kernel takes longer than its start."""
+"""The same number on a GPU: a rule computes with about 1 GB, and a kernel takes longer than its start."""
 
 
 def window_elements(device: torch.device) -> int:
-    """How many elements a rule is given at a time."""
+    """Return how many elements an element-wise rule gets at a time."""
     return CHUNK_ELEMENTS if device.type == "cpu" else WINDOW_ELEMENTS
 
 
 class Window(NamedTuple):
-    """Elements of one parameter, of which a rank holds more.
+    """A range of elements of one parameter, for parameters that are larger than a window.
 
     Attributes:
-        elements: of the flat local part.
-        last: whether these are the last ones: then numbers of the parameter as a whole are written.
+        elements: range in the flat local shard.
+        last: whether this is the last window; only then scalars of the parameter are written.
     """
 
     elements: slice
@@ -39,22 +39,22 @@ class Window(NamedTuple):
 
 
 class LocalParameters:
-    """What a rank holds of parameters of one group that have a gradient, for one step.
+    """A rank's shards of the parameters of one group that have a gradient, for one step.
 
-    Everything is plain local tensors, in float32 (float64 if the parameter is). New values are written with
-    `put`, which leaves the old ones, bit for bit, where the step is not finite.
+    All tensors are plain local tensors, in float32 (float64 if the parameter is). `put` writes new values; it
+    leaves the old values, bit for bit, if the step is not finite.
 
     Attributes:
-        steps: [n] how many steps each has taken, this one included.
-        in_place: whether a rule may overwrite `values` and what `state` gives, as the step is known to be
-            finite; see `update`.
-        first: where in the flat local part of its only parameter a window begins; 0 without one.
+        steps: [n] number of steps of each parameter, this one included.
+        in_place: whether a rule may overwrite `values` and the results of `state`, because the step is known
+            to be finite; see `update`.
+        first: start of the window in the flat local shard of the only parameter; 0 without a window.
 
     Args:
-        optimizer: whose state it is.
-        finite: [] bool; None where it is known to be true.
-        parameters: with gradients.
-        window: of the only parameter.
+        optimizer: the optimizer with the state.
+        finite: [] bool; None if it is known to be true.
+        parameters: parameters with gradients.
+        window: window of the only parameter.
         compiled: whether `apply` steps the only parameter by compiled code.
     """
 
@@ -79,26 +79,26 @@ class LocalParameters:
 
     @property
     def found_inf(self) -> Tensor | None:
-        """[] float32, 1 where the step must change nothing, for torch's fused kernels; see `in_place`."""
+        """[] float32, 1 if the step must change nothing, for torch's fused kernels; None if it is finite."""
         return None if self._finite is None else self._finite.logical_not().float()
 
     @cached_property
     def values(self) -> list[Tensor]:
-        """Of the parameters."""
+        """The values of the parameters."""
         return self._widened(self._parts(self.parameters))
 
     @cached_property
     def grads(self) -> list[Tensor]:
-        """Of the parameters; a rule that is done with them may delete them."""
+        """The gradients of the parameters; a rule may delete them after use."""
         return self._widened(self._parts(p.grad for p in self.parameters))
 
     def update(self, name: str, targets: list[Tensor], *arguments: Any) -> list[Tensor]:
-        """One of torch's operations on lists; in place where the old values are not needed any more.
+        """Call one of torch's operations on lists, in place if the old values are not needed any more.
 
         Args:
-            name: of the operation, without `_`.
-            targets: `values`, what `state` gave, or what was made of them.
-            arguments: of the operation.
+            name: name of the operation, without `_`.
+            targets: `values`, a result of `state`, or results computed from them.
+            arguments: arguments of the operation.
         """
         if self.in_place:
             foreach(f"{name}_", targets, *arguments)
@@ -108,22 +108,22 @@ class LocalParameters:
     def state(
         self, name: str, dtype: torch.dtype | None = None, start: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """State of the parameters, laid out like them.
+        """Return a state of the parameters, with their layout.
 
         Args:
-            name: under which it is saved.
-            dtype: it is kept in; None for that of the parameters, at least float32.
-            start: `values`, where these are its first values; zeros, if absent.
+            name: name of the state in checkpoints.
+            dtype: dtype of the stored state; None for the dtype of the parameters, at least float32.
+            start: `values`, if the state begins with them; default zeros.
         """
         return self._widened(self._kept(name, dtype, start is not None))
 
     def apply(self, formula: Formula, states: Mapping[str, bool], *numbers: float | Sequence[Tensor]) -> None:
-        """Put the new values and states that a formula for each element gives; the step is counted.
+        """Apply an element-wise formula, write the new values and states, and count the step.
 
         Args:
             formula: see `Formula`.
-            states: names of states, and whether one begins as the values, not as zeros.
-            numbers: further arguments of the formula: one for all parameters, or from `each`.
+            states: names of states, and whether each begins with the values instead of zeros.
+            numbers: further arguments of the formula: a number for all parameters, or a result of `each`.
         """
         kept = [self._kept(name, start=starts_as_values) for name, starts_as_values in states.items()]
         lists = [self._parts(self.parameters), self._parts(p.grad for p in self.parameters), *kept]
@@ -137,7 +137,7 @@ class LocalParameters:
         self.put("step", self.steps.unbind())
 
     def scalars(self, name: str) -> Tensor:
-        """[n] one number a parameter, float64, at first 0."""
+        """Return [n] float64, a stored number for each parameter, at first 0."""
         for parameter in self.parameters:
             if name not in self._states[parameter]:
                 zero = torch.zeros((), dtype=torch.float64, device=parameter.device)
@@ -145,13 +145,13 @@ class LocalParameters:
         return torch.stack([self._states[parameter][name] for parameter in self.parameters])
 
     def each(self, numbers: Tensor) -> list[Tensor]:
-        """[n] one number a parameter -> [] each, in the dtype in which its parameter is computed."""
+        """Split [n] numbers, one for each parameter, into [] each, in the dtype of its computation."""
         if len({*self.wide}) == 1:
             return list(numbers.to(self.wide[0]).unbind())
         return [number.to(wide) for number, wide in zip(numbers.unbind(), self.wide, strict=True)]
 
     def put(self, name: str, new: list[Tensor] | tuple[Tensor, ...]) -> None:
-        """New values of some state, which are not used again: they become whatever memory is at hand."""
+        """Write new values of a state; `new` may be overwritten and must not be used again."""
         targets, values = [], []
         for parameter, value in zip(self.parameters, new, strict=True):
             kept = self._states[parameter][name]
@@ -161,11 +161,11 @@ class LocalParameters:
         self._keep(targets, values)
 
     def put_values(self, new: list[Tensor], rounded: Callable[[int, Tensor], Tensor] | None = None) -> None:
-        """New values of the parameters, which are not used again; the step is counted.
+        """Write new values of the parameters, and count the step; `new` must not be used again.
 
         Args:
-            new: one a parameter.
-            rounded: from the index of a parameter and its new values to those in its dtype.
+            new: new values, one tensor for each parameter.
+            rounded: rounds new values to the dtype of their parameter, given the index of the parameter.
         """
         if rounded is not None:
             new = [rounded(index, value) for index, value in enumerate(new)]
@@ -173,7 +173,7 @@ class LocalParameters:
         self.put("step", self.steps.unbind())
 
     def _kept(self, name: str, dtype: torch.dtype | None = None, start: bool = False) -> list[Tensor]:
-        """The parts of a state, in the dtype in which it is kept."""
+        """Return the shards of a state in their stored dtype; create the state at its first use."""
         for index, parameter in enumerate(self.parameters):
             if name not in (state := self._states[parameter]):
                 state[name] = torch.zeros_like(
@@ -207,14 +207,14 @@ class LocalParameters:
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor begins in memory, of fake tensors too."""
+    """Return where a tensor begins in memory; works for fake tensors, too."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _copy_if(wanted: Tensor, targets: list[Tensor], new: list[Tensor]) -> None:
-    """Copy `new`, or leave the bits of `targets`, as [] bool says on the device; `new` is overwritten.
+    """Copy `new` to `targets` if `wanted`, a [] bool on the device, else leave all bits; overwrites `new`.
 
-    As integers, target + (new - target) * wanted is exact, whatever the bits mean, and needs no memory.
+    On the bits as integers, target + (new - target) * wanted is exact, and needs no memory.
     """
     alike: dict[int, list[int]] = {}
     for index, target in enumerate(targets):
@@ -229,32 +229,32 @@ def _copy_if(wanted: Tensor, targets: list[Tensor], new: list[Tensor]) -> None:
 
 
 Rule = Callable[[LocalParameters, Mapping[str, Any]], None]
-"""Takes a step of one group, whose entries it is given."""
+"""Takes a step of one group; the second argument is the entries of the group."""
 
 
 class SharedRule(Protocol):
-    """Takes a step together with other ranks, for the same parameters: missing gradients are zero."""
+    """A rule that steps the same parameters on all ranks together; a missing gradient counts as zero."""
 
     def portions(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Which parameters are taken at a time; the same on all ranks."""
+        """Divide parameters into portions that take a step together; the same on all ranks."""
         ...
 
     def take(self, portions: Iterator[LocalParameters], group: Mapping[str, Any]) -> None:
-        """Take a step of one group; `portions` come one after the other. Collective."""
+        """Take a step of one group, whose `portions` come one after the other. Collective."""
         ...
 
 
 class LocalOptimizer(torch.optim.Optimizer):
-    """Takes each group by the rule of its kind; all state belongs to parameters and is laid out like them.
+    """An optimizer that applies a rule to each group by its kind; all state has the layout of its parameter.
 
-    Knows the `found_inf` protocol: a step that is not finite changes nothing, without waiting for the device.
+    It supports the `found_inf` protocol: a step that is not finite changes nothing, without a device sync.
 
     Args:
-        groups: from `OptimizerConfig.param_groups`.
-        rules: by kind.
-        elementwise: kinds whose rules work on each element for itself.
-        shared: further rules, of other kinds. Where a group is frozen, they take what has gradients.
-        compiled: whether elementwise rules step large parameters by compiled code.
+        groups: result of `OptimizerConfig.param_groups`.
+        rules: rules by kind.
+        elementwise: kinds whose rules are element-wise.
+        shared: shared rules of other kinds. In a frozen group they step only parameters with gradients.
+        compiled: whether element-wise rules step large parameters by compiled code.
     """
 
     _step_supports_amp_scaling = True
@@ -276,9 +276,9 @@ class LocalOptimizer(torch.optim.Optimizer):
             importlib.import_module("torch._dynamo.eval_frame")
 
     def finite(self) -> Tensor | None:
-        """[] bool, false where the step must change nothing; None where it is known to be true.
+        """Return [] bool, false if the step must change nothing; None if it is known to be finite.
 
-        On a CPU the flag is read, which waits for nothing.
+        On a CPU the flag is read, without waiting for a device.
         """
         found = getattr(self, "found_inf", None)
         if found is None or (found.device.type == "cpu" and not found):
@@ -287,7 +287,7 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step. Collective, if a rule is."""
+        """Take a step. Collective, if a rule is collective."""
         assert closure is None, "no closure is ever given"
         finite, frozen = self.finite(), getattr(self, "frozen", [False] * len(self.param_groups))
         for group, is_frozen in zip(self.param_groups, frozen, strict=True):
@@ -310,7 +310,7 @@ class LocalOptimizer(torch.optim.Optimizer):
     def _portions(
         self, kind: str, parameters: Sequence[Tensor], finite: Tensor | None
     ) -> Iterator[LocalParameters]:
-        """A few elements at a time, where that is the same; all parameters together elsewhere."""
+        """Yield windows of elements for element-wise rules; for other rules all parameters together."""
         if kind not in self._elementwise:
             yield LocalParameters(self, finite, parameters)
             return
@@ -336,6 +336,6 @@ class LocalOptimizer(torch.optim.Optimizer):
 
 
 def _is_flat(parameter: Tensor) -> bool:
-    """Whether parameter and gradient lie in memory as they are written, as state made of them does."""
+    """Return whether parameter and gradient are contiguous in memory, and so is state like them."""
     assert parameter.grad is not None
     return local_part(parameter).is_contiguous() and local_part(parameter.grad).is_contiguous()

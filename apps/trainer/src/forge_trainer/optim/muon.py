@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from forge_trainer.optim.parameters import NamedParameter
 
 Scale = Literal["original", "match-rms-adamw", "spectral"]
-"""Factor on the orthogonal update of a matrix of A rows (outputs) and B columns (inputs): sqrt(max(1, A/B));
-0.2 sqrt(max(A, B)), so that learning rates and decays of AdamW can be kept; sqrt(A/B)."""
+"""Factor of the orthogonal update of a matrix, A rows (outputs) and B columns (inputs): sqrt(max(1, A/B));
+0.2 sqrt(max(A, B)), which suits learning rates and decays of AdamW; sqrt(A/B)."""
 
 
 @optimizers.register("muon")
 class MuonConfig(OptimizerConfig):
     """Orthogonal updates for matrices, AdamW for everything else.
 
-    Momentum stays where the parameters are. Each whole matrix is worked on by one rank, and all ranks have
-    about equally much to do; two collectives for each bucket of matrices bring them there and back. A matrix
-    without a gradient, on one rank or on all, has one of zeros: it decays.
+    Momentum is sharded like the parameters. One rank computes each whole matrix, and the work is balanced
+    over ranks; two collectives for each bucket of matrices gather and scatter them. A matrix without a
+    gradient, on one rank or on all, gets a gradient of zeros: it decays.
 
     Attributes:
-        scale: of the update of A x B matrices: `original` is sqrt(max(1, A/B)), `match-rms-adamw`
-            0.2 sqrt(max(A, B)), `spectral` sqrt(A/B). There is no default: learning rates differ by it.
-        roles: of the matrices that get orthogonal updates; stacked ones (experts) each for itself.
-        momentum: of the average of gradients.
-        nesterov: look ahead by one step of momentum.
-        ns_steps: Newton-Schulz iterations.
-        compute: number format of matrices while they travel and are worked on; `auto` is bfloat16 on GPUs and
+        scale: factor of the update of A x B matrices: `original` is sqrt(max(1, A/B)), `match-rms-adamw`
+            0.2 sqrt(max(A, B)), `spectral` sqrt(A/B). It has no default, as the learning rate depends on it.
+        roles: roles of the parameters with orthogonal updates; stacked matrices (experts) are separate.
+        momentum: decay of the average of gradients.
+        nesterov: whether to look ahead by one step of momentum.
+        ns_steps: number of Newton-Schulz iterations.
+        compute: number format of matrices in transfer and computation; `auto` is bfloat16 on GPUs and
             float32 on CPUs.
-        adamw_lr: learning rate of everything else; absent means `lr`.
-        betas: of AdamW.
-        eps: of AdamW.
+        adamw_lr: learning rate of all other parameters; default `lr`.
+        betas: decay rates of the moments of AdamW.
+        eps: constant added to the root of the second moment of AdamW.
     """
 
     recorded_keys = ("momentum", "nesterov", "ns_steps", "adamw_lr", "betas", "eps")

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Portion:
-    """Parameters that take a step together, while it is taken.
+    """Parameters that take a step together, during this step.
 
     Attributes:
-        held: what this rank holds of them.
-        exchange: of their matrices.
-        ahead: what is made orthogonal: the new momentum, or a look ahead, whose memory `updates` is then.
+        held: this rank's shards of the parameters.
+        exchange: the exchange of their matrices.
+        ahead: input of the orthogonalization: the new momentum, or the look-ahead, stored in `updates`.
         updates: the orthogonal factors.
     """
 
@@ -40,12 +40,12 @@ class Portion:
 
 @dataclass
 class Bucket:
-    """Matrices of a portion that travel together.
+    """Matrices of a portion that are transferred together.
 
     Attributes:
-        portion: whose they are.
-        index: in its exchange.
-        pending: on their way to their owners, then back.
+        portion: the portion of the matrices.
+        index: index of the bucket in the exchange.
+        pending: the transfer to the owners, later the transfer back.
     """
 
     portion: Portion
@@ -54,19 +54,18 @@ class Bucket:
 
     @property
     def is_last(self) -> bool:
-        """Whether the portion has no further ones."""
+        """Whether this is the last bucket of its portion."""
         return self.index + 1 == len(self.portion.exchange.buckets)
 
 
 class MuonRule:
-    """Momentum on what a rank holds, orthogonal factors of whole matrices at their owners. A `SharedRule`.
+    """The rule of Muon: momentum on shards, orthogonal factors of whole matrices at owners. A `SharedRule`.
 
-    While the matrices of one bucket are worked on, those of the next one arrive, and those of the one before
-    go back.
+    While one bucket is computed, the next bucket is gathered and the previous bucket is scattered.
 
     Args:
-        config: of the optimizer.
-        mesh: the grid of ranks; None in a lone process.
+        config: the section `[optimizer]`.
+        mesh: the grid of ranks; None in a single process.
     """
 
     def __init__(self, config: MuonConfig, mesh: Mesh | None = None) -> None:
@@ -96,7 +95,7 @@ class MuonRule:
             leaving, arriving = arriving, coming
 
     def _buckets(self, portions: Iterator[LocalParameters]) -> Iterator[Bucket]:
-        """All buckets, each sent to the owners of its matrices when it is asked for."""
+        """Yield all buckets; each transfer to the owners begins when its bucket is requested."""
         config = self._config
         for held in portions:
             momentum = held.update("lerp", held.state("momentum"), held.grads, 1 - config.momentum)
@@ -128,7 +127,7 @@ class MuonRule:
         return math.sqrt(rows / columns if self._config.scale == "spectral" else max(1.0, rows / columns))
 
     def _exchange(self, held: LocalParameters) -> MatrixExchange:
-        """Made once for each set of parameters that take a step together."""
+        """Return the exchange of parameters that take a step together, built once for each set."""
         key = tuple(map(id, held.parameters))
         if key not in self._exchanges:
             mesh = self._mesh or Mesh(held.parameters[0].device)

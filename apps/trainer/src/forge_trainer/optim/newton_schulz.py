@@ -1,4 +1,4 @@
-"""The orthogonal factor of matrices by Newton-Schulz iterations. n matrices of R rows and C columns."""
+"""Computes orthogonal factors of matrices by Newton-Schulz iterations. n matrices, R rows, C columns."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
-"""Of a x + b x^3 + c x^5, which drives singular values to about 1 (Jordan 2024)."""
+"""The coefficients of a x + b x^3 + c x^5, which drives singular values to about 1 (Jordan 2024)."""
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
     """Make all singular values about 1, within 0.7 to 1.2 after five steps.
 
     Args:
-        matrices: [n, R, C], in the dtype to compute in; a matrix of zeros stays one.
-        steps: iterations.
-        eps: the norm of a matrix is taken to be at least this.
+        matrices: [n, R, C], in the dtype of the computation; a matrix of zeros stays zero.
+        steps: number of iterations.
+        eps: lower bound of the norm of a matrix in its normalization.
 
     Returns:
         [n, R, C] in the same dtype.
@@ -35,11 +35,11 @@ def orthogonalize(matrices: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor
 
 
 def orthogonalize_all(matrices: Sequence[Tensor], steps: int = 5, eps: float = 1e-7) -> list[Tensor]:
-    """The same for matrices of any shapes, those of one shape (or its transpose) in one batch.
+    """Apply `orthogonalize` to matrices of any shapes; matrices of one shape (or its transpose) are batched.
 
     Args:
-        matrices: each [R, C].
-        steps: iterations.
+        matrices: [R, C] each.
+        steps: number of iterations.
         eps: see `orthogonalize`.
     """
     alike: dict[tuple[int, int], list[int]] = {}
@@ -55,6 +55,6 @@ def orthogonalize_all(matrices: Sequence[Tensor], steps: int = 5, eps: float = 1
 
 
 def cost(rows: int, columns: int) -> int:
-    """Multiplications of one iteration: s^2 (2 l + s) for a short side s and a long side l."""
+    """Return the multiplications of an iteration: s^2 (2 l + s) for a short side s and a long side l."""
     short, long = min(rows, columns), max(rows, columns)
     return short * short * (2 * long + short)

@@ -1,4 +1,4 @@
-"""The optimizer of a rank that has nothing to train, such as a stage of a pipeline that is frozen."""
+"""The optimizer of a rank that has nothing to train, such as a frozen pipeline stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class NothingToTrain(Optimizer):
-    """No groups and no state.
+    """An optimizer without groups and without state.
 
     Args:
         lr: peak learning rate of the run, for the log.
@@ -21,4 +21,4 @@ class NothingToTrain(Optimizer):
         self.param_groups.clear()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing moves."""
+        """Do nothing."""

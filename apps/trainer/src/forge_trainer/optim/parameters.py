@@ -15,11 +15,11 @@ class NamedParameter(NamedTuple):
     """A parameter that is trained.
 
     Attributes:
-        name: in the whole model, also where this rank holds only a part of it.
-        parameter: plain or sharded; perhaps a small part of the whole, so shapes say little.
-        role: `embedding head norm matrix bias`, from the model.
-        lr: factor on its learning rate, from the model.
-        decay: factor on its weight decay, from the model.
+        name: name in the whole model, also if this rank holds only a part of the model.
+        parameter: the parameter, plain or sharded; its local shape may be a small part of the whole.
+        role: role of the parameter, from the model.
+        lr: factor of its learning rate, from the model.
+        decay: factor of its weight decay, from the model.
     """
 
     name: str
@@ -30,12 +30,12 @@ class NamedParameter(NamedTuple):
 
 
 def trainable(parts: Iterable[nn.Module]) -> list[NamedParameter]:
-    """The parameters of a model that are trained, tied ones once, with the roles that the model gives them.
+    """Return the trained parameters of a model with their roles; a tied parameter occurs once.
 
-    A stage of a pipeline may have none.
+    A pipeline stage may have none.
 
     Raises:
-        ConfigError: a part says no role of some parameter.
+        ConfigError: a part gives no role for a parameter.
     """
     found: list[NamedParameter] = []
     for part in parts:

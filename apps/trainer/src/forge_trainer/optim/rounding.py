@@ -1,4 +1,4 @@
-"""Stochastic rounding to bfloat16: small updates move weights on average, instead of being rounded away."""
+"""Stochastic rounding to bfloat16: small updates move weights on average, and are not rounded away."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import Tensor
 from forge_trainer.optim.local_parameters import LocalParameters
 
 BLOCK_ELEMENTS = 1 << 22
-"""Random numbers are made for so many elements at a time."""
+"""The number of elements for which random numbers are made at a time."""
 
 
 class Place(NamedTuple):
-    """Where elements of a tensor lie, of which a rank holds a box.
+    """The place of elements in a tensor, which lie in a rank's box of the tensor.
 
     Attributes:
-        offsets: where in the tensor the box starts.
-        extents: of the box.
-        shape: of the tensor.
-        first: of the flat box, the first of these elements.
+        offsets: start of the box in the tensor.
+        extents: shape of the box.
+        shape: shape of the tensor.
+        first: index of the first element in the flat box.
     """
 
     offsets: tuple[int, ...]
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     first: int = 0
 
     def indices(self, start: int, count: int, device: torch.device) -> Tensor:
-        """[count] int64, in the flat tensor, of the elements from number `start` on."""
+        """Return [count] int64, the indices in the flat tensor of the elements from number `start` on."""
         flat = torch.arange(self.first + start, self.first + start + count, device=device)
         if self.extents[1:] == self.shape[1:]:
             return flat.add_(self.offsets[0] * prod(self.shape[1:]) if self.shape else 0)
@@ -48,17 +48,17 @@ class Place(NamedTuple):
 
 
 class StochasticRounding:
-    """Rounds the local values of parameters.
+    """Rounds the local values of parameters stochastically.
 
-    Random numbers are a function of the name of the parameter, its step and the place in it: the same for all
-    copies, for every layout, and after a restart.
+    Random numbers are a function of the parameter's name, its step and the place in it: they are the same
+    for all copies, for every layout, and after a restart.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, Place]] = {}  # by parameter; layouts never change
 
     def of(self, held: LocalParameters, group: Mapping[str, Any]) -> Callable[[int, Tensor], Tensor]:
-        """How `LocalParameters.put_values` rounds: to the dtype of a parameter; a wider one as it is."""
+        """Return the rounding for `LocalParameters.put_values`; it rounds bfloat16 parameters only."""
         if id(held.parameters[0]) not in self._known:
             for parameter, name in zip(group["params"], group["param_names"], strict=True):
                 shard = local_shard(parameter)
@@ -77,12 +77,12 @@ class StochasticRounding:
 
 
 def stochastic_bfloat16(value: Tensor, key: Tensor | int, place: Place) -> Tensor:
-    """Round up or down, the more likely the nearer; what bfloat16 can hold stays.
+    """Round up or down at random, to the nearer value more often; exact bfloat16 values stay.
 
     Args:
-        value: elements that follow one another, float32, finite.
-        key: [] int64, another for each step of each tensor.
-        place: of the elements.
+        value: consecutive elements, float32, finite.
+        key: [] int64, different for each step of each tensor.
+        place: place of the elements.
     """
     flat = value.reshape(-1)
     out = torch.empty_like(flat, dtype=torch.bfloat16)
@@ -95,7 +95,7 @@ def stochastic_bfloat16(value: Tensor, key: Tensor | int, place: Place) -> Tenso
 
 
 def _mixed_(numbers: Tensor) -> Tensor:
-    """Numbers that look random, from numbers that do not, in place (the finalizer of SplitMix64)."""
+    """Turn regular numbers into pseudo-random numbers, in place (the finalizer of SplitMix64)."""
     numbers.bitwise_xor_((numbers >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(-0x40A7B892E31B1A47)
     numbers.bitwise_xor_((numbers >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(-0x6B2FB644ECCEEE15)
     return numbers.bitwise_xor_((numbers >> 31).bitwise_and_(0x1FFFFFFFF))

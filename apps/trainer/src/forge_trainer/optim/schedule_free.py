@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW (Defazio et al. 2024, arXiv:2405.15682), as the package schedulefree has it."""
+"""Schedule-Free AdamW (Defazio et al. 2024, arXiv:2405.15682), as in the package schedulefree."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
 
 @optimizers.register("schedule-free-adamw")
 class ScheduleFreeAdamWConfig(OptimizerConfig):
-    """Averages the weights instead of decaying the learning rate; give it a constant schedule with warm-up.
+    """Averages the weights instead of decaying the learning rate; needs a constant schedule with warm-up.
 
     The model trains at `y`, between the fast weights `z` and their average `x`. Evaluation, `forge eval`,
     `generate` and `export` use `x`; a checkpoint holds `y` and `z`.
 
     Attributes:
-        betas: how far `y` is towards `x`, and the decay rate of the second moment.
-        eps: added to the root of the second moment.
-        weight_power: the average weighs steps by the largest learning rate so far to this power.
-        step_power: and by their number to this power.
-        compile: compile the step of large parameters to one pass; needs a C++ compiler, on a GPU Triton.
+        betas: weight of `x` in `y`, and decay rate of the second moment.
+        eps: constant added to the root of the second moment.
+        weight_power: power of the largest learning rate so far in the weight of a step in the average.
+        step_power: power of the number of the step in the same weight.
+        compile: whether to compile the step of large parameters to one pass; needs a C++ compiler, on a GPU
+            Triton.
     """
 
     needs_constant_lr: ClassVar[bool] = True

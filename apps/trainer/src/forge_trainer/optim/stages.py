@@ -1,4 +1,4 @@
-"""When are parameters frozen, and how fast do they train after that? Stages of a group, as steps."""
+"""Stages of a parameter group: when it is frozen, and its learning rate in other steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Count = Annotated[int, Meta(ge=0)]
 
 
 class StageRule(Config):
-    """One entry of `stages` of a group: how its parameters train from a step on, until the next entry.
+    """One entry of `stages` of a group: how its parameters train from a step until the next entry.
 
     Attributes:
         from_step: the first step, counted from 0.
-        from_tokens: the same in tokens of the whole run, rounded up to steps.
-        frozen: nothing moves them.
-        lr: factor on the learning rate.
-        warmup_steps: steps over which the factor grows linearly from 0, as the schedule of the run does.
+        from_tokens: the beginning in tokens of the whole run, rounded up to steps.
+        frozen: whether the parameters are frozen.
+        lr: factor of the learning rate.
+        warmup_steps: steps over which the factor grows linearly from 0, as in the schedule of the run.
     """
 
     from_step: Count | None = None
@@ -42,10 +42,10 @@ class StageRule(Config):
             )
 
     def in_steps(self, step_of: Callable[[int], int]) -> StageRule:
-        """The same by steps.
+        """Return the same stage with its beginning in steps.
 
         Args:
-            step_of: the first step after so many tokens.
+            step_of: returns the first step after a number of tokens.
         """
         if self.from_tokens is None:
             return self
@@ -56,9 +56,9 @@ class Stage(NamedTuple):
     """A stage that trains.
 
     Attributes:
-        start: its first step.
-        lr: factor on the learning rate.
-        warmup: steps over which it grows.
+        start: first step of the stage.
+        lr: factor of the learning rate.
+        warmup: steps over which the factor grows.
     """
 
     start: int
@@ -66,15 +66,15 @@ class Stage(NamedTuple):
     warmup: int
 
     def factor(self, step: int) -> float:
-        """On the learning rate of a step of this stage."""
+        """Return the factor of the learning rate in a step of this stage."""
         return self.lr * min(1.0, (step - self.start + 1) / (self.warmup + 1))
 
 
 def require_rising(rules: Sequence[StageRule]) -> None:
-    """See that each stage begins after the one before.
+    """Check that each stage begins after the previous stage.
 
     Raises:
-        ValueError: it does not, or some begin by steps and others by tokens.
+        ValueError: a stage does not, or some stages begin by steps and others by tokens.
     """
     by_tokens = {rule.from_tokens is not None for rule in rules if rule.from_step or rule.from_tokens}
     starts = [rule.from_step or rule.from_tokens or 0 for rule in rules]
@@ -86,7 +86,7 @@ def require_rising(rules: Sequence[StageRule]) -> None:
 
 
 def frozen_steps(rules: Sequence[StageRule]) -> list[tuple[int, int | None]]:
-    """The first step of each frozen time and the step after its last, None if there is none."""
+    """Return for each frozen period its first step, and the step after its last (None: to the end)."""
     starts = [rule.from_step or 0 for rule in rules]
     ends: list[int | None] = [*starts, None]
     found: list[tuple[int, int | None]] = []
@@ -99,16 +99,16 @@ def frozen_steps(rules: Sequence[StageRule]) -> list[tuple[int, int | None]]:
 
 
 def trained_stages(rules: Sequence[StageRule]) -> tuple[Stage, ...]:
-    """The stages in which a parameter trains."""
+    """Return the stages in which a parameter trains."""
     return tuple(Stage(rule.from_step or 0, rule.lr, rule.warmup_steps) for rule in rules if not rule.frozen)
 
 
 def stage_lr_factor(curves: Sequence[Sequence[Sequence[float]]], step: int) -> float:
-    """The factor of stages on the learning rate of a step.
+    """Return the factor of the learning rate in a step.
 
     Args:
-        curves: the stages of each rule that names the parameters, rising.
-        step: from 0.
+        curves: the stages of each rule that matches the parameters, in rising order.
+        step: number of the step, from 0.
     """
     factor = 1.0
     for curve in curves:

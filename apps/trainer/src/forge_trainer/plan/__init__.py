@@ -1,1 +1,1 @@
-"""A job on paper: what it needs and how fast it would be, found by running its own code on fake tensors."""
+"""Plans a job: its memory, traffic and speed, found by running its own code on fake tensors."""

@@ -1,4 +1,4 @@
-"""What depends on the device, chosen as on a GPU, where tensors are fake ones of a CPU.
+"""Makes code that depends on the device run as on a GPU, with fake tensors of a CPU.
 
 B batch, T queries, S keys, N heads, H head dim.
 """
@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from forge_trainer.optim import local_parameters
 
 Noted = Callable[[str, float], None]
-"""StageFormats of FLOPs that no operation of torch stands for, by kind."""
+"""A function that counts FLOPs that no operation of torch reports; takes their kind and number."""
 
 
 class Linked(torch.autograd.Function):
-    """Attention over a block mask as one kernel: what FlexAttention and flash kernels keep and make."""
+    """Attention over a block mask as one kernel; it keeps what FlexAttention and flash kernels keep."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, share: float, note: Noted | None
     ) -> Tensor:
-        """Keep all three, the result, and a number a query."""
+        """Save query, key, value, the result, and one number for each query."""
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         norms = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, norms)
@@ -41,20 +41,20 @@ class Linked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Make a gradient of each: five products, where the forward pass has two."""
+        """Return a gradient of each input: five products, where the forward pass has two."""
         if ctx.note is not None:
             ctx.note("attention", 2.5 * ctx.flops)
         return *(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None, None
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> float:
-    """Of a forward pass over all pairs of tokens: query [B, N, T, H], key and value [B, K, S, .]."""
+    """Return the FLOPs of a forward pass over all pairs: query [B, N, T, H], key and value [B, K, S, .]."""
     batch, heads, queries, width = query.shape
     return 2.0 * batch * heads * queries * key.shape[2] * (width + value.shape[-1])
 
 
 def attention_by(note: Noted | None) -> Callable[..., Tensor]:
-    """A stand-in for attention kernels, which differ by device."""
+    """Return a replacement for attention kernels, which differ by device."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
         mask = options.get("attn_mask", rest[0] if rest else None)
@@ -65,23 +65,23 @@ def attention_by(note: Noted | None) -> Callable[..., Tensor]:
 
 
 def summed(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """`forge_model.moe.routing._summed` as it is where there is a GPU."""
+    """Compute `forge_model.moe.routing._summed` as on a GPU."""
     each = rows.index_select(0, places.flatten()).unflatten(0, places.shape)
     return each.sum(1) if weights is None else torch.bmm(weights.unsqueeze(1), each).squeeze(1)
 
 
 def one_pass(formula: Any, finite: Any, wide: Any, tensors: Sequence[Tensor], numbers: Any) -> None:
-    """`step_compiled`, as far as memory sees it: each tensor is read and written once."""
+    """Access memory like `step_compiled`: read and write each tensor once."""
     for tensor in tensors:
         tensor.mul_(1)
 
 
 @contextmanager
 def as_on_a_gpu(note: Noted | None = None) -> Iterator[None]:
-    """What depends on the device is chosen as on a GPU, where tensors of the CPU are fake ones.
+    """Make code that depends on the device run as on a GPU, inside this context, with fake CPU tensors.
 
     Args:
-        note: told of the FLOPs of attention.
+        note: called with the FLOPs of attention.
     """
     attention = attention_by(note)
     with ExitStack() as stack:
@@ -102,7 +102,7 @@ def as_on_a_gpu(note: Noted | None = None) -> Iterator[None]:
 
 @contextmanager
 def as_on_a_cpu() -> Iterator[None]:
-    """What is read of a tensor on a CPU, and cannot be of one without values: whether a step is finite."""
+    """Replace code that reads values of CPU tensors (whether a step is finite), as fake tensors have none."""
     with (
         patch.object(local_parameters.LocalOptimizer, "finite", lambda self: None),
         patch.object(local_parameters, "step_compiled", one_pass),
@@ -111,7 +111,7 @@ def as_on_a_cpu() -> Iterator[None]:
 
 
 def use_kernels_of_a_gpu(model: nn.Module) -> None:
-    """Let experts compute as they do on a GPU, in place."""
+    """Make experts compute as on a GPU, in place."""
     for module in model.modules():
         if hasattr(module, "_fused"):
             module._fused = False  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Does a start fit into its GPUs? Planned beside it, by a process of its own. Imports no torch."""
+"""Checks whether a start fits into its GPUs, by a plan in a separate process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 GPUS = Path("/proc/driver/nvidia/gpus")
-"""Where the driver says what GPUs there are, without CUDA being started."""
+"""The folder in which the driver lists the GPUs, readable without starting CUDA."""
 
 PATIENCE_S, STRICT_PATIENCE_S = 1.5, 300.0
-"""How long a start waits for its plan before it builds anything; with `--strict` it cannot do without."""
+"""How long a start waits for its plan before it builds anything; `--strict` requires the plan."""
 
 OF_RANKS = re.compile(r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|SLURM_.*)$")
-"""Variables that would make the process of a plan a rank of the run."""
+"""Environment variables that would make the process of a plan a rank of the run."""
 
 
 class StartPlan:
     """The plan of a start, made on its first rank.
 
-    A start on a CPU, or on a GPU that is not in the table of devices, foresees nothing. A plan that cannot be
-    made is one line on the console, and the start goes on.
+    A start on a CPU, or on a GPU that is not in the table of devices, has no plan. If the plan fails, one
+    line is printed, and the start continues.
 
     Args:
-        command: of a process that prints the plan in JSON; None foresees nothing.
-        strict: refuse a start that does not fit.
+        command: command of a process that prints the plan as JSON; None plans nothing.
+        strict: whether to refuse a start that does not fit.
     """
 
     def __init__(self, command: Sequence[str] | None = None, strict: bool = False) -> None:
@@ -57,21 +57,21 @@ class StartPlan:
             Thread(target=self._read, name="plan", daemon=True).start()
 
     def require_room(self, group: ProcessGroup | None) -> None:
-        """Warn, before anything is built, if the job does not fit; see `PATIENCE_S`. Collective.
+        """Warn before anything is built if the job does not fit; see `PATIENCE_S`. Collective.
 
         Raises:
-            ConfigError: on every rank, if the start is strict.
+            ConfigError: the job does not fit and the start is strict; raised on every rank.
         """
         told = from_first(self._too_large, group)
         if told and self.strict:
             raise ConfigError(f"{told}; without --strict it would be tried")
 
     def lines(self) -> list[str]:
-        """What the announcement of the start says of it; nothing if the plan is not there yet."""
+        """Return lines for the announcement of the start; none if the plan is not finished yet."""
         return list(short_lines(self._record)) if self._ready.is_set() and self._record else []
 
     def keep(self, path: Path) -> None:
-        """Write the plan for `forge report`, as soon as it is there."""
+        """Write the plan for `forge report` as soon as it is finished, in the background."""
 
         def write() -> None:
             self._ready.wait()
@@ -86,7 +86,7 @@ class StartPlan:
             Thread(target=write, name="plan-keep", daemon=True).start()
 
     def close(self) -> None:
-        """End the process of a plan that is not there yet; nobody waits for it any more."""
+        """End the process of an unfinished plan."""
         if self._process is not None and not self._ready.is_set():
             self._process.kill()
 
@@ -105,7 +105,7 @@ class StartPlan:
             self._ready.set()
 
     def _too_large(self, patience_s: float | None = None) -> str:
-        """A warning that is told once; empty if the job fits, or nothing is known."""
+        """Return a warning, and print it once unless strict; empty if the job fits or there is no plan."""
         usual = STRICT_PATIENCE_S if self.strict else PATIENCE_S
         if not self._ready.wait(usual if patience_s is None else patience_s) or self._warned:
             return ""
@@ -117,13 +117,13 @@ class StartPlan:
 
 
 def plan_start(options: argparse.Namespace, overrides: Sequence[str], rank: int, ranks: int) -> StartPlan:
-    """Begin to plan a start, where its first rank has a GPU of the table.
+    """Begin to plan a start if its first rank has a GPU of the table.
 
     Args:
-        options: of `forge train`.
-        overrides: of keys.
-        rank: of this process.
-        ranks: of the run.
+        options: options of `forge train`.
+        overrides: overrides of configuration keys.
+        rank: rank of this process.
+        ranks: number of ranks of the run.
     """
     device = gpu_here() if rank == 0 else None
     if device is None:
@@ -140,7 +140,7 @@ def plan_start(options: argparse.Namespace, overrides: Sequence[str], rank: int,
 
 
 def gpu_here() -> str | None:
-    """The name in the table of the GPUs of this machine; None if they are not known, or hidden."""
+    """Return the name of this machine's GPUs in the table; None if they are unknown or hidden."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles"):
         return None
     names = {name_of_gpu(model) for model in _models()}
@@ -157,7 +157,7 @@ def _models() -> Iterator[str]:
 
 
 def _started(command: Sequence[str]) -> subprocess.Popen[str] | None:
-    """A process of its own session, behind all others, that sees neither ranks nor GPUs."""
+    """Start a process in a new session, with low priority, without variables of ranks and without GPUs."""
     environment = {key: value for key, value in os.environ.items() if not OF_RANKS.match(key)}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:

@@ -1,4 +1,4 @@
-"""What a rank reads in a step, as tensors without values. B sequences, T tokens."""
+"""Makes the batch of a rank in a step, as tensors without values. B sequences, T tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forge_trainer.config.job import Job
 
 
 def batch_on_paper(job: Job, count: int) -> list[MicroBatch]:
-    """So many micro-batches of full sequences, such as the loader gives. Call it where tensors are fake."""
+    """Return `count` micro-batches of full sequences, as from the loader. Call it in a fake-tensor mode."""
     return [_micro_batch(job) for _ in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""What a rank says over the network: each collective by axis, inside of a node or between nodes."""
+"""Records the network traffic of a rank: each collective by axis, inside a node or between nodes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ KINDS = {
     "send": "send",
     "recv": "receive",
 }
-"""What names of operations contain, and what each is called."""
+"""Parts of operation names, and the kind of collective that each stands for."""
 
 
 INNER_AXES = ("tp", "cp", "ep")
-"""Axes along which the ranks of a model talk inside of its blocks."""
+"""Axes along which ranks communicate inside the blocks of a model."""
 
 
 class Collective(NamedTuple):
     """A kind of collective.
 
     Attributes:
-        axis: of the mesh, or several joined by `+`; the ranks of it take part.
+        axis: axis of the mesh whose ranks participate, or several joined by `+`.
         kind: see `KINDS`.
-        ranks: that take part.
-        nodes: on how many nodes they are.
+        ranks: number of participating ranks.
+        nodes: number of nodes of these ranks.
         phase: `forward`, `backward` or `update`.
     """
 
@@ -49,12 +49,12 @@ class Collective(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """How much of it there is in a step.
+    """The amount of a kind of collective in a step.
 
     Attributes:
-        count: calls.
-        bytes: of what all ranks have together, in an all-gather and a reduce-scatter; of what this rank
-            sends, in others.
+        count: number of calls.
+        bytes: bytes of the full tensor in an all-gather or a reduce-scatter; bytes that this rank sends in
+            other kinds.
     """
 
     count: float
@@ -62,25 +62,25 @@ class Traffic(NamedTuple):
 
 
 def is_collective(func: Any) -> bool:
-    """Whether an operation communicates."""
+    """Return whether an operation communicates."""
     space, _, name = func._schema.name.partition("::")
     return space in ("c10d", "_c10d_functional") and kind_of(name) is not None
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of a collective by its name; None for operations that only wait."""
+    """Return the kind of a collective by its name; None for operations that only wait."""
     return next((kind for part, kind in KINDS.items() if part in name), None)
 
 
 class Collectives:
-    """Notes the collectives of a step.
+    """A record of the collectives of a step.
 
     Attributes:
-        found: by micro-batch and kind.
+        found: traffic by micro-batch and kind.
 
     Args:
-        axes: of each process group by its name, the axes that it serves.
-        node_ranks: ranks of a node, which are next to each other.
+        axes: the axes that each process group serves, by the name of the group.
+        node_ranks: number of ranks of a node, which are consecutive.
     """
 
     def __init__(self, axes: dict[str, list[str]], node_ranks: int) -> None:
@@ -88,7 +88,7 @@ class Collectives:
         self.found: defaultdict[tuple[str, Collective], Traffic] = defaultdict(lambda: Traffic(0, 0))
 
     def note(self, name: str, arguments: Any, out: Any, place: Place) -> None:
-        """Note one."""
+        """Record one call."""
         import torch.distributed as dist
 
         group = group_of_call(arguments)
@@ -108,14 +108,14 @@ class Collectives:
         )
 
     def _axis(self, group: str, inside: bool) -> str:
-        """Where one group serves several axes, those of blocks use functional collectives or messages."""
+        """Return the axis of a call; of several, functional calls and messages belong to inner axes."""
         names = self._axes.get(group, ["all ranks"])
         inner = [name for name in names if (name in INNER_AXES) == inside]
         return (inner or names)[0]
 
 
 def group_of_call(arguments: Any) -> Any:
-    """The process group among the arguments of a collective."""
+    """Return the process group among the arguments of a collective."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import _resolve_process_group
 
@@ -132,7 +132,7 @@ def group_of_call(arguments: Any) -> Any:
 
 
 def size_of(kind: str, arguments: Any, out: Any) -> int:
-    """Bytes of a collective: see `Traffic`."""
+    """Return the bytes of a collective, see `Traffic`."""
     given = [_bytes(x) for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     made = [_bytes(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
     if kind in ("all-gather", "reduce-scatter"):
@@ -147,7 +147,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def names_of_axes(mesh: Any) -> dict[str, list[str]]:
-    """The axes that each process group of a mesh serves, by its name; those of parameters first.
+    """Return the axes that each process group of a mesh serves, by its name; axes of parameters first.
 
     Args:
         mesh: a `forge_parallel.mesh.Mesh`.

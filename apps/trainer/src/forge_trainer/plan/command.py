@@ -1,4 +1,4 @@
-"""`forge plan`: a job on paper, its parameters and its schedule."""
+"""`forge plan`: prints the plan of a job, its parameters and its schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan_job(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the plan of a job.
 
     Raises:
-        ConfigError: the job, or the table of devices, cannot be used; or the job cannot be laid out.
+        ConfigError: the job or the table of devices cannot be used, or the ranks do not fit the mesh.
     """
     loaded = load_job(options.config, overrides, on_paper=True)
     job, table = loaded.value, load_table(options.device_table)
@@ -63,11 +63,11 @@ def _say(text: str) -> None:
 
 
 SKEW = 2.0
-"""How many times the rows of even routing the most loaded rank is told to serve."""
+"""The assumed load of the most loaded rank, in multiples of the rows of even routing."""
 
 
 def device_here() -> str:
-    """The name of the GPU of this machine, if it is in the table; else that of an H100."""
+    """Return the name of this machine's GPU if it is in the table, else `h100`."""
     import torch
 
     from forge_trainer.plan.devices import name_of_gpu
@@ -78,10 +78,10 @@ def device_here() -> str:
 
 
 def ranks_of(options: argparse.Namespace, job: Job, device: Device | None) -> tuple[int, int | None]:
-    """How many ranks, and how many of them on a node: as few as the mesh fits where nothing is said.
+    """Return the number of ranks, and of ranks on a node; by default as few as fit the mesh.
 
     Raises:
-        ConfigError: what is said does not go together.
+        ConfigError: the options contradict each other.
     """
     given = options.gpus_per_node
     if options.ranks is not None and options.nodes is not None:
@@ -93,7 +93,7 @@ def ranks_of(options: argparse.Namespace, job: Job, device: Device | None) -> tu
 
 
 def fewest_ranks(job: Job) -> int:
-    """The product of the axes of the mesh whose sizes are given; ep takes no ranks of its own."""
+    """Return the product of the axes of the mesh with a given size; ep shares the ranks of other axes."""
     axes = (getattr(job.mesh, name) for name in job.mesh.__struct_fields__ if name != "ep")
     least = prod(size for size in axes if size > 0)
     return least if job.mesh.ep == 1 or job.mesh.dp_shard > 0 else least * job.mesh.ep

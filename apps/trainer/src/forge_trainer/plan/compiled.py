@@ -1,4 +1,4 @@
-"""What compiled code keeps and computes, done by uncompiled code, for the compiler does not run on paper."""
+"""Makes uncompiled code keep and compute like compiled code, as the compiler does not run in a plan."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from forge_trainer.config.job import Job
 
 
 def keep_as_compiled(model: nn.Module, config: ActivationCheckpointingConfig) -> list[str]:
-    """Make blocks without recomputation save what compiled blocks save: inputs and outputs of matmuls.
+    """Make blocks without recomputation save the same tensors as compiled blocks: matmul inputs and outputs.
 
-    The first is what `selective` recomputation keeps; the second `MatmulInputs` does. So the compiler does by
-    default: three cases measured on GPUs (docs/plan.md) lie within 4 %.
+    `selective` recomputation keeps the outputs, `MatmulInputs` the inputs. This matches the default of the
+    compiler: three cases measured on GPUs (docs/plan.md) are within 4 %.
 
     Returns:
         The names of these blocks.
@@ -34,10 +34,10 @@ def keep_as_compiled(model: nn.Module, config: ActivationCheckpointingConfig) ->
 
 
 class MatmulInputs:
-    """Holds what matmuls of compiled blocks take, from their forward pass to the end of their backward pass.
+    """Holds the inputs of matmuls in compiled blocks, from the forward pass to the end of the backward pass.
 
     Args:
-        blocks: as they are called in places.
+        blocks: names of the blocks in places.
     """
 
     def __init__(self, blocks: Iterable[str]) -> None:
@@ -45,25 +45,25 @@ class MatmulInputs:
         self._now = ""
 
     def entered(self, module: str) -> None:
-        """A forward pass of a block begins, of one micro-batch of those that are in flight."""
+        """Record the beginning of a block's forward pass, for one of the micro-batches in flight."""
         if module in self._held:
             self._held[module].append([])
 
     def took(self, module: str, tensor: Tensor) -> None:
-        """A matmul inside of a module was given rows."""
+        """Hold the input of a matmul inside a module."""
         held = self._held.get(_block_of(module, self._held))
         if held:
             held[-1].append(tensor)
 
     def came_back(self, module: str) -> None:
-        """The backward pass has come to a module: that of the block before is over."""
+        """Record that the backward pass reached a module; the backward pass of the previous block is over."""
         block = _block_of(module, self._held)
         if block != self._now:
             self.over()
             self._now = block
 
     def over(self) -> None:
-        """The backward pass of the block of now is over."""
+        """Release the inputs of the present block, whose backward pass is over."""
         if held := self._held.get(self._now):
             held.popleft()
         self._now = ""
@@ -74,7 +74,7 @@ def _block_of(module: str, blocks: Iterable[str]) -> str:
 
 
 def loss_as_compiled(job: Job) -> Callable[..., Any]:
-    """The loss of a job, whose compiled chunks hold nothing of the size of logits but the logits."""
+    """Build the loss of a job; as in compiled chunks, only the logits have the size of logits."""
     loss = job.loss.build()
     if hasattr(loss, "_treat"):
         loss._treat = _treated  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Which blocks of a model repeat, and models with fewer of them."""
+"""Finds the blocks of a model that repeat, and removes some of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge_parallel.plan import Plan
 from torch import nn
 
 MOST_SINGLE, MOST_PERIOD = 4, 8
-"""Blocks at each end that may be unlike the others; and how many may take turns."""
+"""The most blocks at each end that may differ from the others; and the longest period of blocks."""
 
 
 class Repeat(NamedTuple):
@@ -19,10 +19,10 @@ class Repeat(NamedTuple):
 
     Attributes:
         part: number of the part of the model.
-        names: of all blocks of the family, in order.
-        before: blocks before those that repeat.
-        period: how many take turns.
-        turns: how often they do.
+        names: names of all blocks of the family, in order.
+        before: number of blocks before the repeated ones.
+        period: number of blocks in a period.
+        turns: number of periods.
     """
 
     part: int
@@ -32,23 +32,23 @@ class Repeat(NamedTuple):
     turns: int
 
     def without(self, turns: int) -> list[str]:
-        """The names of the blocks that are left out with so many turns less, from the middle."""
+        """Return the names of the blocks to leave out, so many periods from the middle."""
         first = self.before + (self.turns - turns + 1) // 2 * self.period
         return list(self.names[first : first + turns * self.period])
 
 
 @dataclass(frozen=True)
 class Depth:
-    """Leaves out blocks.
+    """A reduction of the depth of a model.
 
     Attributes:
-        left_out: how many turns of each repeat.
+        left_out: number of periods to leave out of each repeat.
     """
 
     left_out: Mapping[Repeat, int]
 
     def cut(self, model: nn.Module, part: int) -> None:
-        """Delete them, in place."""
+        """Delete the blocks from a part, in place."""
         for repeat, turns in self.left_out.items():
             for name in repeat.without(turns) if repeat.part == part else ():
                 path, _, key = name.rpartition(".")
@@ -60,9 +60,9 @@ def repeats_of(model: nn.Module, part: int, multiple: int = 1) -> list[Repeat]:
     """Find the repeated blocks in a part of a model.
 
     Args:
-        model: before it is made parallel.
-        part: its number.
-        multiple: of a period; as many blocks as `activation_checkpointing.every` counts.
+        model: the part, before it is parallelized.
+        part: number of the part.
+        multiple: divisor of the period; the value of `activation_checkpointing.every`.
     """
     families: dict[str, list[str]] = {}
     for pattern in Plan.of(model).flat().block_patterns:
@@ -79,7 +79,7 @@ def repeats_of(model: nn.Module, part: int, multiple: int = 1) -> list[Repeat]:
 
 
 def _period(kinds: Sequence[Any], multiple: int) -> tuple[int, int, int]:
-    """Blocks before, length and number of turns, so that as few blocks as possible lie in none."""
+    """Return blocks before, period and number of periods, so that as few blocks as possible must be run."""
     best = (0, 1, 0)
     least = len(kinds) + 1
     for before in range(MOST_SINGLE + 1):
@@ -94,7 +94,7 @@ def _period(kinds: Sequence[Any], multiple: int) -> tuple[int, int, int]:
 
 
 def _kind(block: nn.Module) -> Any:
-    """A key that is equal for blocks of equal modules."""
+    """Return a key that is equal for blocks of equal modules."""
     plain = (bool, int, float, str, type(None))
     return [
         (

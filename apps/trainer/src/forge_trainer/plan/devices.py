@@ -1,4 +1,4 @@
-"""What devices and their networks can do: a table in TOML. Imports no torch."""
+"""The speed and memory of devices and their networks: a table in TOML. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from msgspec import Meta
 
 TABLE = Path(__file__).with_name("devices.toml")
 TABLE_HERE = "FORGE_DEVICE_TABLE"
-"""A variable that names a file with the devices of this site, where `--device-table` does not name one."""
+"""The environment variable with the file of this site's devices, used without `--device-table`."""
 
 CPU = "cpu"
-"""The one device that is not in the table: nothing is known of its speed or memory."""
+"""The only device outside the table: its speed and memory are unknown."""
 
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -40,7 +40,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which fractions of it a step reaches; see `devices.toml`."""
+    """The fractions of the peak rates that a step reaches; see `devices.toml`."""
 
     matmul: Share
     attention: Share
@@ -51,21 +51,21 @@ class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Devices by name."""
+    """The table of devices by name, with the efficiency of a step."""
 
     devices: dict[str, Device]
     efficiency: Efficiency
 
 
 def load_table(extra: Path | str | None = None) -> Table:
-    """The table that comes with Forge, and what a file says more, or otherwise.
+    """Load the table of Forge, with additions and changes from a file.
 
     Args:
-        extra: a file of the same form; of a device that is known, keys that it does not name stay. None: that
-            of `FORGE_DEVICE_TABLE`, if it is set.
+        extra: a file of the same form; keys of a known device that it does not name stay. Default the file
+            in `FORGE_DEVICE_TABLE`, if set.
 
     Raises:
-        ConfigError: it cannot be read, or a device lacks a key, or has one that is not known.
+        ConfigError: the file cannot be read, or a device lacks a key, or has an unknown key.
     """
     found = tomllib.loads(TABLE.read_text())
     extra = extra or os.environ.get(TABLE_HERE) or None
@@ -81,7 +81,7 @@ def load_table(extra: Path | str | None = None) -> Table:
 
 
 def device_of(table: Table, name: str) -> Device | None:
-    """A device by its name; None for `cpu`.
+    """Return a device by its name; None for `cpu`.
 
     Raises:
         ConfigError: the table has no such device.
@@ -97,9 +97,9 @@ def device_of(table: Table, name: str) -> Device | None:
 
 
 def name_of_gpu(name: str) -> str | None:
-    """The device of the table that torch calls so, such as `NVIDIA H100 80GB HBM3`; None if it is none.
+    """Return the table's device for a name of torch, such as `NVIDIA H100 80GB HBM3`; None if there is none.
 
-    Part of a GPU (MIG), the H100 NVL of 94 GB and Grace superchips have another memory than the table says.
+    Parts of a GPU (MIG), the H100 NVL of 94 GB and Grace superchips have a different memory from the table.
     """
     words = name.lower()
     if any(other in words for other in (" mig ", "nvl", "gh200", "gb200")):
@@ -110,7 +110,7 @@ def name_of_gpu(name: str) -> str | None:
 
 
 def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """One tree laid over another."""
+    """Merge two trees; values of `upper` win."""
     merged = dict(lower)
     for key, value in upper.items():
         below = merged.get(key)

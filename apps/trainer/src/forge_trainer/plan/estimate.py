@@ -1,4 +1,4 @@
-"""How long a step would take: computing, what is said over the network, and the bubble of a pipeline."""
+"""Estimates the time of a step: computation, communication, and the bubble of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from forge_trainer.plan.devices import Device, Efficiency
 from forge_trainer.plan.trace import Traced
 
 SHARDED = ("fsdp", "dp_replicate", "efsdp")
-"""Axes whose collectives run beside computing."""
+"""Axes whose collectives overlap with computation."""
 
 
 class Seconds(NamedTuple):
-    """Of a step.
+    """The times of a step in seconds.
 
     Attributes:
-        compute: matmuls, attention, and what moves memory.
-        exposed: collectives that nothing can be computed beside: those inside of blocks.
-        hidden: collectives of FSDP2, which may hide behind computing.
-        launch: that the host needs to start all kernels, where blocks are not compiled.
-        bubble: that a rank of a pipeline waits.
-        low: the step, if all hides that can.
-        high: the step, if nothing does.
-        likely: in between, as far as steps were measured.
+        compute: time of matmuls, attention, and memory traffic.
+        exposed: time of collectives inside blocks, which cannot overlap with computation.
+        hidden: time of collectives of FSDP2, which may overlap with computation.
+        launch: time in which the host starts all kernels, if blocks are not compiled.
+        bubble: time in which a rank of a pipeline waits.
+        low: time of the step with full overlap.
+        high: time of the step without overlap.
+        likely: time of the step in between, calibrated by measured steps.
     """
 
     compute: float
@@ -40,15 +40,15 @@ class Seconds(NamedTuple):
 def seconds(
     step: Traced, job: Job, device: Device, reached: Efficiency, stages: int, micro_batches: int
 ) -> Seconds:
-    """How long the step of a rank takes.
+    """Estimate the time of a rank's step.
 
     Args:
-        step: that was traced.
-        job: what is trained.
-        device: what computes.
-        reached: which fractions of its figures.
-        stages: ranks of the pipeline.
-        micro_batches: of a step.
+        step: the traced step.
+        job: the configuration.
+        device: device of the rank.
+        reached: fractions of the device's peak rates that are reached.
+        stages: number of ranks of the pipeline.
+        micro_batches: number of micro-batches of a step.
     """
     peak = device.tflops[job.precision.compute_dtype("cuda")] * 1e12
     matmul = step.flops.get("matmul", 0.0) / (peak * reached.matmul)
@@ -70,7 +70,7 @@ def seconds(
 
 
 def collective_s(said: Collective, traffic: Traffic, device: Device, reached: Efficiency) -> float:
-    """Seconds of all collectives of a kind: by rings, whose every node is entered and left once."""
+    """Estimate the seconds of all collectives of a kind, by rings that enter and leave each node once."""
     inside = said.nodes == 1
     local = said.ranks / said.nodes
     links = device.inside_gbs
@@ -88,11 +88,11 @@ def collective_s(said: Collective, traffic: Traffic, device: Device, reached: Ef
 
 
 def bubble_share(schedule: str, held: int, stages: int, micro_batches: int) -> float:
-    """How long a rank waits, of the time that it works.
+    """Return the waiting time of a rank as a fraction of its working time.
 
-    Of `gpipe` and `1f1b` Narayanan et al. 2021, arXiv:2104.04473 section 2.2, (p - 1) / m; interleaved ones
-    have a fraction 1/v of that. Schedules that take the backward pass in two wait a third as long at most
-    (Qi et al. 2023, arXiv:2401.10241 section 2.3).
+    For `gpipe` and `1f1b` it is (p - 1) / m (Narayanan et al. 2021, arXiv:2104.04473 section 2.2), for
+    interleaved schedules 1/v of that. Schedules that split the backward pass in two wait at most a third as
+    long (Qi et al. 2023, arXiv:2401.10241 section 2.3).
     """
     share = (stages - 1) / max(1, micro_batches)
     if schedule.startswith("interleaved"):

@@ -1,8 +1,8 @@
-"""From steps of few blocks and few micro-batches to the step of the job: everything grows by equal portions.
+"""Extrapolates steps of few blocks and few micro-batches to the step of the job: costs grow linearly.
 
 Memory at a place, collectives, FLOPs and bytes are sums over blocks and micro-batches, and places count
-blocks from both ends. So a step of n more blocks takes n times what one more takes, exactly; what lies
-between the places at both ends is between them.
+blocks from both ends. So n more blocks add exactly n times the cost of one more block; the memory at places
+in the middle is between the memory at the places at both ends.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Key = TypeVar("Key")
 
 
 ONCE = ("fsdp", "dp_replicate", "efsdp")
-"""Axes over which a pipeline communicates once a step, not once a micro-batch."""
+"""Axes over which a pipeline communicates once in a step, not once for each micro-batch."""
 
 
 class Point(NamedTuple):
-    """A step that is traced.
+    """A step to trace.
 
     Attributes:
-        more: the repeat of which one turn more is kept than of the base; None for the base.
-        share: how often it counts.
+        more: the repeat that keeps one period more than in the base; None for the base itself.
+        share: weight of the step in the sum.
     """
 
     more: Repeat | None
@@ -36,24 +36,24 @@ class Point(NamedTuple):
 
 
 def points(turns: Mapping[Repeat, int]) -> list[Point]:
-    """The depths to trace, each with its weight in the sum.
+    """Return the depths to trace, each with its weight in the sum.
 
     Args:
-        turns: of each repeat, how many more the job has than the base.
+        turns: for each repeat, the number of periods that the job has more than the base.
     """
     return [Point(None, 1.0 - sum(turns.values())), *(Point(one, more) for one, more in turns.items())]
 
 
 def with_micro_batches(step: Traced, traced: int, number: int, all_in_flight: bool) -> Traced:
-    """The step of a stage of a pipeline that works on `number` micro-batches, of which `traced` were run.
+    """Extrapolate the step of a pipeline stage from `traced` to `number` micro-batches.
 
-    Gradients are summed over ranks once; all else is done so many times more. What a stage sends back it
-    keeps until the step ends.
+    Gradients are summed over ranks once; all other costs grow with the number of micro-batches. A stage keeps
+    the gradients that it sends back until the step ends.
 
     Args:
-        step: with few micro-batches.
-        traced: how many.
-        number: of the job.
+        step: the step with few micro-batches.
+        traced: number of micro-batches in `step`.
+        number: number of micro-batches of the job.
         all_in_flight: whether all forward passes come before the first backward pass.
     """
     if traced == number:
@@ -87,7 +87,7 @@ def with_micro_batches(step: Traced, traced: int, number: int, all_in_flight: bo
 
 
 def combined(traces: Sequence[tuple[float, Traced]]) -> Traced:
-    """The sum of steps, each so many times."""
+    """Return the weighted sum of steps."""
     places = set.intersection(*({*trace.peaks} for _, trace in traces))
     peaks = {
         place: _sum([(share, trace.peaks[place]) for share, trace in traces])

@@ -1,4 +1,4 @@
-"""FLOPs of an operation, from its shapes, as `torch.utils.flop_counter` counts them."""
+"""Counts the FLOPs of an operation from its shapes, as `torch.utils.flop_counter` does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """FLOPs of one operation; 0 for elementwise and copies."""
+    """Return the FLOPs of one operation; 0 for element-wise operations and copies."""
     packet = func._overloadpacket
     if packet is torch.ops.aten._grouped_mm:
         return _grouped(args[0], args[1], out)
@@ -19,7 +19,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _grouped(left: Any, right: Any, out: Any) -> float:
-    """[R, I] by [E, I, O]: every row once; [I, R] by [R, O]: a sum over rows for each group."""
+    """Count [R, I] by [E, I, O]: every row once; or [I, R] by [R, O]: a sum over rows for each group."""
     if left.ndim == 2 and right.ndim == 3:
         return 2.0 * left.shape[0] * right.shape[-2] * right.shape[-1]
     if left.ndim == 2:

@@ -1,4 +1,4 @@
-"""Images of a micro-batch on paper: half of each sequence is images, of the size that the tower was made for.
+"""Makes images for the plan of a micro-batch: half of each sequence, in the image size of the tower.
 
 B sequences, T tokens, P patches.
 """
@@ -18,7 +18,7 @@ from forge_trainer.config.job import Job
 
 
 class OnHost(Tensor):
-    """A tensor with values, of which the host reads numbers, where all others are without values."""
+    """A tensor with values for the host to read, among fake tensors without values."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -29,14 +29,14 @@ class OnHost(Tensor):
 
 
 def inputs_of_images(job: Job, reader: Any) -> dict[str, Tensor]:
-    """The inputs of a micro-batch beside tokens, by name.
+    """Return the inputs of a micro-batch other than tokens, by name.
 
     Args:
-        job: what is trained.
+        job: the configuration.
         reader: `job.model.items()`.
 
     Raises:
-        ConfigError: the reader is not that of images.
+        ConfigError: the reader does not read images.
     """
     from forge_data.sources.items import Size
 

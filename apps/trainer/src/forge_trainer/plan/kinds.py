@@ -14,11 +14,11 @@ INPUTS, WORKSPACE = "inputs", "workspace"
 KINDS: tuple[str, ...] = (
     WEIGHTS, BUFFERS, GRADIENTS, MOMENTS, ACTIVATIONS, GATHERED, LOGITS, INPUTS, WORKSPACE,
 )  # fmt: skip
-"""All of them, in the order in which they are told."""
+"""All kinds, in the order in which they are printed."""
 
 
 def resolve(watch: Watch) -> None:
-    """Give every storage of a step that is over its kind."""
+    """Assign a kind to every storage of a finished step."""
     for made, _, _ in watch.events:
         if made.kind is None:
             made.kind = _kind(made)
@@ -39,7 +39,7 @@ def _kind(made: Storage) -> str:
 
 
 def held(watch: Watch) -> dict[str, float]:
-    """Bytes of each kind between steps. The first step makes moments, which are there before all others."""
+    """Return the bytes of each kind between steps; moments, made in the first step, count as present."""
     found: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for size, made in watch.begun:
         found[made.kind or WORKSPACE] += size
@@ -50,9 +50,9 @@ def held(watch: Watch) -> dict[str, float]:
 
 
 def kept(watch: Watch) -> dict[str, dict[str, float]]:
-    """Bytes of each kind that forward passes keep for backward passes, and that backward passes send.
+    """Return by kind the bytes that forward passes keep for backward passes, and that backward passes send.
 
-    Of the second torch frees nothing before the last micro-batch of a pipeline.
+    Torch frees the sent bytes only after the last micro-batch of a pipeline.
     """
     found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
     for made, change, _ in watch.events:
@@ -65,7 +65,7 @@ def kept(watch: Watch) -> dict[str, dict[str, float]]:
 
 
 def peaks(watch: Watch) -> dict[Place, dict[str, float]]:
-    """By place, bytes of each kind when most of all was held there since `start`; call `resolve` first."""
+    """Return for each place the bytes of each kind at its peak since `start`; call `resolve` first."""
     now = held(watch)
     total, most = sum(now.values()), dict[Place, float]()
     found: dict[Place, dict[str, float]] = {}
@@ -80,5 +80,5 @@ def peaks(watch: Watch) -> dict[Place, dict[str, float]]:
 
 
 def highest(found: Mapping[Place, Mapping[str, float]]) -> tuple[Place, Mapping[str, float]]:
-    """The place with the most memory, and its bytes by kind."""
+    """Return the place with the most memory, and its bytes by kind."""
     return max(found.items(), key=lambda item: sum(item[1].values()))

@@ -1,4 +1,4 @@
-"""The plan of a job as text."""
+"""Prints the plan of a job as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge_trainer.report.announce import scaled
 
 
 def plan_lines_of(plan: Plan) -> Iterator[str]:
-    """The plan in full."""
+    """Yield the lines of the full plan."""
     job, counted = plan.job, plan.parameters
     axes = " x ".join(f"{name} {size}" for name, size in plan.sizes.items())
     axes += f", of which ep {job.mesh.ep}" if job.mesh.ep > 1 else ""

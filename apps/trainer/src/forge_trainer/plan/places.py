@@ -1,4 +1,4 @@
-"""Where in a step is the job: in which module of which micro-batch, on the way forward or back?"""
+"""Follows the place of a step: module, micro-batch, and forward or backward pass."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Place(NamedTuple):
 
     Attributes:
         phase: `forward`, `backward` or `update`.
-        micro: of the micro-batch: `first`, `middle` or `last`; empty outside.
-        module: by name; a block of the second half counts from the end: `layers.0`, `layers.-1`.
+        micro: the micro-batch: `first`, `middle` or `last`; empty outside of micro-batches.
+        module: name of the module; blocks of the second half count from the end: `layers.0`, `layers.-1`.
     """
 
     phase: str
@@ -30,12 +30,12 @@ LOSS = "loss"
 
 
 class Places:
-    """Follows where a step is. Modules and tensors of the job are hooked; nothing that they compute changes.
+    """Follows the place of a step by hooks on modules and tensors, without changing any result.
 
     Attributes:
-        now: the place.
-        loss: whether the loss is being computed, or the logits made.
-        compiled: told where the passes are; None where no block is compiled.
+        now: the present place.
+        loss: whether the loss or the logits are being computed.
+        compiled: gets the progress of passes; None if no block is compiled.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Places:
 
     @property
     def now(self) -> Place:
-        """Where the step is."""
+        """The present place of the step."""
         phase = "backward" if self._phase == "forward" and in_backward() else self._phase
         return Place(phase, self._micro, self._module)
 
@@ -60,9 +60,9 @@ class Places:
         """Hook the blocks of a model, their direct children, and the modules beside blocks.
 
         Args:
-            model: made parallel.
-            blocks: their names, in order.
-            prefix: of the names of places.
+            model: the parallelized model.
+            blocks: names of the blocks, in order.
+            prefix: prefix of the names of places.
 
         Returns:
             The label of each block, without the prefix.
@@ -74,7 +74,7 @@ class Places:
         return short
 
     def around(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """A loss that says when it is computed."""
+        """Wrap a loss so that its computation is a place."""
 
         def run(*arguments: Any, **options: Any) -> Any:
             before, self.loss, self._module = self._module, True, LOSS
@@ -109,12 +109,12 @@ class Places:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
+    """Return whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def shortened(blocks: list[str]) -> dict[str, str]:
-    """A name of each block that does not depend on their number: the second half counts from the end."""
+    """Return names of blocks that do not depend on their number: the second half counts from the end."""
     families: dict[str, list[str]] = {}
     for name in blocks:
         families.setdefault(name.rpartition(".")[0], []).append(name)
@@ -127,7 +127,7 @@ def shortened(blocks: list[str]) -> dict[str, str]:
 
 
 def label_of(name: str, short: dict[str, str]) -> str | None:
-    """The label of a module; None if it is no place of its own."""
+    """Return the label of a module; None if it is no separate place."""
     block = next((one for one in short if name == one or name.startswith(f"{one}.")), None)
     if block is not None:
         inner = name[len(block) :]

@@ -1,4 +1,4 @@
-"""The short form of a plan: a record for the run and a few lines. Imports no torch."""
+"""Makes the short form of a plan: a record for the run, and a few lines. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ DAY_S = 86400
 
 
 def record_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The `plan.json` of a run; what a run measures has the name of its metric.
+    """Return the content of a run's `plan.json`; a quantity that the run logs has the name of its metric.
 
     Args:
-        data: see `forge_trainer.plan.report.as_data`.
+        data: result of `forge_trainer.plan.report.as_data`.
     """
     stage = max(data["stages"], key=lambda one: one["peak"]["total"])
     time, room = data["time"], data["device_bytes"]
@@ -43,7 +43,7 @@ def record_of(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def short_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """Parameters, memory, and speed where it is known: of a start, and of a submission."""
+    """Yield lines with parameters, memory and, if known, speed, for a start or a submission."""
     room = "" if record["device_gib"] is None else f" of {sized(record['device_gib'] * GIB)}"
     yield (
         f"  planned    {scaled(record['parameters'])} parameters, {sized(record['memory_gib'] * GIB)}{room} "
@@ -60,7 +60,7 @@ def short_lines(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def does_not_fit(record: Mapping[str, Any]) -> str:
-    """In words that a job does not fit; empty if it does, or that is not known."""
+    """Return a message if a job does not fit; empty if it fits, or if that is unknown."""
     if record.get("fits") is not False:
         return ""
     return (
@@ -70,13 +70,13 @@ def does_not_fit(record: Mapping[str, Any]) -> str:
 
 
 def where(phase: str, micro: str, module: str) -> str:
-    """A place of a step in words."""
+    """Describe a place of a step in words."""
     of = f" of the {micro} micro-batch" if micro else ""
     return f"{module or 'the model'} in the {phase}{' pass' if phase != 'update' else ''}{of}"
 
 
 def sized(size: float) -> str:
-    """Bytes with a binary prefix, such as `5.17 MiB`."""
+    """Format bytes with a binary prefix, such as `5.17 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

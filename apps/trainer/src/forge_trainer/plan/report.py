@@ -1,4 +1,4 @@
-"""The plan of a job: what it needs and how fast it would be, as data."""
+"""Computes the plan of a job as data: its needs and its speed."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from forge_trainer.plan.trace import Site
 
 GIB = 1 << 30
 HOST_KINDS = (kinds.WEIGHTS, kinds.GRADIENTS, kinds.MOMENTS)
-"""What `fsdp.offload` keeps in the memory of the host."""
+"""The kinds that `fsdp.offload` keeps in the memory of the host."""
 
 
 class Counted(NamedTuple):
     """Parameters of the whole model.
 
     Attributes:
-        total: shared ones once.
-        active: that a token uses.
-        trained: that are trained at some time.
-        by_role: of each role, how many.
+        total: number of parameters; shared ones count once.
+        active: number of parameters that a token uses.
+        trained: number of parameters that are ever trained.
+        by_role: number of parameters of each role.
     """
 
     total: int
@@ -45,20 +45,20 @@ class Plan(NamedTuple):
     """The result of planning a job: memory, traffic, FLOPs and time.
 
     Attributes:
-        job: what is trained.
-        site: where.
-        device_name: of the table, or `cpu`.
-        device: None for a CPU.
-        parameters: of the model.
-        sizes: of the axes of the mesh.
-        micro_batches: of a rank in a step.
-        stages: of the pipeline; of each, a rank was traced.
-        peaks: of each stage, where most memory is held and what it is; on the device.
+        job: the configuration.
+        site: the machine.
+        device_name: name of the device in the table, or `cpu`.
+        device: the device; None for a CPU.
+        parameters: parameters of the model.
+        sizes: sizes of the axes of the mesh.
+        micro_batches: number of micro-batches of a rank in a step.
+        stages: the traced pipeline stages, each with one traced rank.
+        peaks: for each stage, the place of the peak memory on the device, and its bytes by kind.
         host: bytes of each stage on the host, with `fsdp.offload`.
-        flops: of a step of the whole run, counting the pairs of tokens that causal attention sees.
-        flops_full: the same with all pairs.
-        time: of the slowest stage; None for a CPU.
-        skewed: the stage with most experts, where its rank serves twice as many rows; None without `ep`.
+        flops: FLOPs of a step of the whole run, with the pairs of tokens that causal attention sees.
+        flops_full: FLOPs of a step with all pairs of tokens.
+        time: time of the slowest stage; None for a CPU.
+        skewed: the stage with most experts if its rank serves twice as many rows; None without `ep`.
     """
 
     job: Job
@@ -78,21 +78,21 @@ class Plan(NamedTuple):
 
     @property
     def memory_bytes(self) -> float:
-        """The most that a rank holds."""
+        """The peak memory of a rank."""
         return max(sum(held.values()) for _, held in self.peaks)
 
     @property
     def fits(self) -> bool | None:
-        """Whether a rank has that much memory; None where that is not known."""
+        """Whether the peak fits into the memory of a device; None if that is unknown."""
         return None if self.device is None else self.memory_bytes <= self.device.memory_gib * GIB
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the whole run."""
+        """Tokens a second of the whole run; None if unknown."""
         return None if self.time is None else self.job.step_tokens / self.time.likely
 
     def mfu(self, full: bool = False) -> float | None:
-        """Model FLOPs over the peak of all devices, in bfloat16."""
+        """Return model FLOPs over the bfloat16 peak of all devices; None if unknown."""
         if self.time is None or self.device is None:
             return None
         flops = self.flops_full if full else self.flops
@@ -109,20 +109,20 @@ def plan_of(
     whole: bool = False,
     skew: float | None = None,
 ) -> Plan:
-    """Run a job on paper.
+    """Plan a job by running it on fake tensors.
 
     Args:
-        job: what is trained.
-        ranks: of the job.
-        node_ranks: ranks of a node; None for those of the table.
-        device_name: what a rank computes on.
-        table: of devices.
-        whole: run all blocks and micro-batches, also those that repeat.
-        skew: trace a rank that serves so many times the rows of experts, too; None does not.
+        job: the configuration.
+        ranks: number of ranks of the job.
+        node_ranks: ranks of a node; None for the number in the table.
+        device_name: device of a rank.
+        table: table of devices.
+        whole: whether to run all blocks and micro-batches, also repeated ones.
+        skew: also trace a rank whose experts serve so many times their even rows; None does not.
 
     Raises:
         ConfigError: there is no such device.
-        ParallelError: the job cannot be laid out so.
+        ParallelError: the ranks do not fit the mesh of the job.
     """
     job.require_layout(ranks)
     device = device_of(table, device_name)
@@ -146,14 +146,14 @@ def plan_of(
 
 
 def _numbers(stages: int) -> list[int]:
-    """The ranks of a pipeline that are traced: the first two and the last, between which the others lie."""
+    """Return the pipeline ranks to trace: the first two and the last; the others are between them."""
     return sorted({0, 1, stages - 1} & set(range(stages)))
 
 
 def _on_the_device(
     job: Job, device: Device | None, worst: Sequence[tuple[Place, Any]]
 ) -> tuple[list[tuple[Place, dict[str, float]]], list[float]]:
-    """Bytes on the device at each place, and the bytes offloaded to the host."""
+    """Return the bytes on the device at each place, and the bytes offloaded to the host."""
     if not job.fsdp.offload or device is None:
         return [(place, dict(held)) for place, held in worst], [0.0 for _ in worst]
     peaks = [(place, {k: v for k, v in held.items() if k not in HOST_KINDS}) for place, held in worst]
@@ -161,7 +161,7 @@ def _on_the_device(
 
 
 def model_flops(job: Job, causal: bool) -> float:
-    """Of a step, images and what is frozen counted as the metric `mfu` does."""
+    """Return the FLOPs of a step; images and frozen parts count as in the metric `mfu`."""
     with FakeTensorMode():
         (micro,) = batch_on_paper(job, 1)
     shapes = {name: tuple(tensor.shape) for name, tensor in micro.inputs.items()}
@@ -170,7 +170,7 @@ def model_flops(job: Job, causal: bool) -> float:
 
 
 def unmoved(model: nn.Module) -> set[str]:
-    """The modules right inside a model of which nothing is trained; one without parameters is none."""
+    """Return the direct submodules of a model with parameters, none of which is trained."""
     return {
         name
         for name, child in model.named_children()
@@ -186,7 +186,7 @@ def _on_meta(job: Job) -> nn.Module:
 
 
 def counted(job: Job) -> Counted:
-    """The parameters of a job."""
+    """Count the parameters of a job."""
     model = _on_meta(job)
     shapes = {name: p.numel() for name, p in model.named_parameters()}
     total = sum(shapes.values())
@@ -199,14 +199,14 @@ def counted(job: Job) -> Counted:
 
 
 def checkpoint_bytes(plan: Plan) -> float:
-    """Of a checkpoint: weights and the state of the optimizer, each once."""
+    """Return the bytes of a checkpoint: weights and optimizer state, each once."""
     step = plan.stages[0].step.held
     weights = plan.parameters.total * (2 if plan.job.precision.pure_bf16 else 4)
     return weights * (1 + step[kinds.MOMENTS] / max(1.0, step[kinds.WEIGHTS]))
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """The plan for programs."""
+    """Return the plan as data for programs."""
     return {
         "job": plan.job.job.name,
         "steps": plan.job.train.steps,

@@ -1,4 +1,4 @@
-"""What would fit: meshes, micro-batches, recomputation and gradient sums around a job, each run on paper."""
+"""Searches variants of a job that fit: plans other meshes, micro-batches, recomputation and gradient sums."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from forge_trainer.plan.record import sized
 from forge_trainer.plan.report import Plan, plan_of
 
 BEST = 5
-"""So many are listed."""
+"""The number of listed candidates."""
 
 MODES = ("none", "selective", "full")
-"""Recomputation, each slower than the one before, and with less memory."""
+"""Modes of recomputation; each is slower than the previous one and needs less memory."""
 
 MOST = {"tp": 8, "pp": 16, "cp": 8, "ep": 64}
 """The largest size of an axis that is tried."""
 
 MOST_CHANGES = 2
-"""So many axes of the mesh, the size of the micro-batch among them, differ at most from the job."""
+"""The most changes of a candidate: axes of the mesh, and the size of the micro-batch."""
 
 LIMIT_S = 300.0
-"""After so long no other candidate is begun."""
+"""The time after which no further candidate is planned."""
 
 Keys = dict[str, Any]
-"""Dotted keys and what they become."""
+"""Dotted keys and their new values."""
 
 
 class Candidate(NamedTuple):
     """A planned variant of the job.
 
     Attributes:
-        keys: that differ from it.
-        plan: of it.
+        keys: the keys that differ from the job.
+        plan: the plan of the variant.
     """
 
     keys: Keys
     plan: Plan
 
     def line(self) -> str:
-        """In words; the keys are flags, to be pasted."""
+        """Describe the candidate in one line; the keys are flags that can be pasted."""
         said = " ".join(f"--{key}={_flag(value)}" for key, value in self.keys.items()) or "the job as it is"
         time = "" if self.plan.time is None else f"{self.plan.time.likely:8.3g} s a step  "
         return f"{time}{sized(self.plan.memory_bytes):>9}  {said}"
@@ -59,10 +59,10 @@ class SearchResult(NamedTuple):
 
     Attributes:
         base: the plan of the job itself.
-        best: those that fit, the fastest first, the job itself among them.
-        changes: single changes of the job, if it does not fit: those with which it does, the fastest first.
-        tried: how many jobs were planned beside the one that was base for.
-        left: how many layouts were not looked at when time was up.
+        best: candidates that fit, including the job itself, the fastest first.
+        changes: single changes that make the job fit, the fastest first; empty if it fits already.
+        tried: number of other jobs that were planned.
+        left: number of layouts not planned when the time was over.
     """
 
     base: Plan
@@ -72,7 +72,7 @@ class SearchResult(NamedTuple):
     left: int
 
     def lines(self) -> Iterator[str]:
-        """The lines that `forge plan --search` prints."""
+        """Yield the lines of `forge plan --search`."""
         left = f"; time was up before {self.left} other layouts: --search-limit" if self.left else ""
         yield f"  search     {self.tried} other jobs planned{left}"
         if self.changes:
@@ -84,7 +84,7 @@ class SearchResult(NamedTuple):
         yield from (f"    {one.line()}" for one in self.best)
 
     def as_data(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the result as data for programs."""
         found: dict[str, Any] = {
             name: [_data(one) for one in getattr(self, name)] for name in ("best", "changes")
         }
@@ -96,15 +96,14 @@ def search(
 ) -> SearchResult:
     """Plan the layouts near a job.
 
-    Meshes differ in `tp`, `pp`, `cp`, `ep` and `dp_replicate`, and in what these leave to `dp_shard`;
-    micro-batches are half and twice as large. What differs least comes first. Of each, the least
-    recomputation that fits is taken. Number formats are changed only where the job itself does not fit, for
-    they change what is trained.
+    Meshes differ in `tp`, `pp`, `cp`, `ep` and `dp_replicate`, and so in `dp_shard`; micro-batches are half
+    and twice as large. Layouts with the fewest changes come first, each with the least recomputation that
+    fits. Number formats are changed only if the job itself does not fit, because they change the training.
 
     Args:
         base: the plan of the job.
-        table: of devices.
-        on_plan: called with a line for each that was planned.
+        table: table of devices.
+        on_plan: called with a line for each planned candidate.
         limit_s: see `LIMIT_S`.
     """
     as_it_is = Candidate({}, base)
@@ -146,7 +145,7 @@ def _name(keys: Keys) -> str:
 
 
 def _planned(base: Plan, keys: Keys, table: Table) -> Candidate | None:
-    """The plan of a job with other values; None if they do not go together."""
+    """Plan the job with other values; None if they contradict each other."""
     try:
         made = _changed(base.job, keys)
         found = plan_of(made, base.site.ranks, base.site.node_ranks, base.device_name, table)
@@ -156,7 +155,7 @@ def _planned(base: Plan, keys: Keys, table: Table) -> Candidate | None:
 
 
 def _around(job: Job, ranks: int, node_ranks: int) -> list[Keys]:
-    """Layouts and micro-batches that can be laid out, those that differ least from the job first."""
+    """Return valid layouts with sizes of micro-batches, the fewest changes of the job first."""
     micro, mesh = job.train.micro_batch, job.mesh
     most = MOST | {"ep": min(MOST["ep"], max(job.model.expert_counts().values(), default=1))}
     axes = {axis: [n for n in range(1, size + 1) if ranks % n == 0] for axis, size in most.items()}
@@ -184,7 +183,7 @@ def _can_be_laid_out(job: Job, keys: Keys, ranks: int) -> bool:
 
 
 def _single(job: Job) -> Iterator[Keys]:
-    """Changes of one key that take less memory."""
+    """Yield changes of one key that need less memory."""
     candidates: list[Keys] = [{"activation_checkpointing.mode": mode} for mode in MODES[1:]]
     candidates.append({"train.micro_batch": max(1, job.train.micro_batch // 2)})
     candidates.append({"fsdp.reduce_gradients": "every_micro_batch"})
@@ -197,7 +196,7 @@ def _single(job: Job) -> Iterator[Keys]:
 
 
 def _differing(job: Job, keys: Keys) -> Keys:
-    """The keys whose values the job does not have already."""
+    """Return the keys whose values differ from the job."""
     return {key: value for key, value in keys.items() if _value(job, key) != value}
 
 
@@ -207,10 +206,10 @@ def _value(job: Job, key: str) -> Any:
 
 
 def _changed(job: Job, keys: Keys) -> Job:
-    """The job with other values.
+    """Return the job with other values.
 
     Raises:
-        ValueError: they do not go together.
+        ValueError: the values contradict each other.
     """
     sections: dict[str, dict[str, Any]] = {}
     for key, value in keys.items():

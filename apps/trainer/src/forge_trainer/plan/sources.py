@@ -1,4 +1,4 @@
-"""How many tokens of each source a run reads, as far as weights tell."""
+"""Computes how many tokens of each source a run reads, from the weights of sources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forge_trainer.report.announce import scaled
 
 
 def source_lines(job: Job) -> Iterator[str]:
-    """One line a source."""
+    """Yield one line for each source."""
     found = tokens_by_source(job)
     total = sum(found.values())
     for name, tokens in found.items():
@@ -17,7 +17,7 @@ def source_lines(job: Job) -> Iterator[str]:
 
 
 def tokens_by_source(job: Job) -> dict[str, float]:
-    """By the weights of each phase. Epochs are known only where data are: they are not read here."""
+    """Return the tokens of each source by the weights of each phase; the data are not read."""
     data, steps = job.data, job.train.steps
     first = {name: one.weight for name, one in zip(data.source_names(), data.sources, strict=True)}
     starts = [(0, first)]

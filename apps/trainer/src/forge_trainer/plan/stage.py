@@ -1,4 +1,4 @@
-"""The step of one stage of a pipeline, or of the whole model: traced as it is, or extrapolated."""
+"""Finds the cost of a step of one pipeline stage, or of the whole model: traced in full, or extrapolated."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from forge_trainer.plan.extrapolate import combined, points, with_micro_batches
 from forge_trainer.plan.trace import Site, StageFormats, Traced, traced
 
 KEPT_BLOCKS, KEPT_IN_PIPELINE = 4, 2
-"""Blocks that are kept of those that repeat: FSDP2 treats the first and the last ones differently."""
+"""The number of repeated blocks to keep: FSDP2 treats the first and the last ones differently."""
 
 
 class Stage(NamedTuple):
     """Cost of one pipeline stage, traced for one of its ranks.
 
     Attributes:
-        rank: that was traced.
-        number: of the rank along the pipeline.
-        step: what it takes.
-        blocks: how many it has.
-        ran: how many of them were run at most.
+        rank: the traced rank.
+        number: number of the rank along the pipeline.
+        step: cost of its step.
+        blocks: number of its blocks.
+        ran: largest number of blocks that were run in a trace.
     """
 
     rank: int
@@ -40,22 +40,22 @@ class Stage(NamedTuple):
 
 
 def micro_batches_of(job: Job, ranks: int) -> int:
-    """Of a rank in a step, after the warm-up of the batch."""
+    """Return the micro-batches of a rank in a step, after the warm-up of the batch."""
     sizes = job.mesh.sizes(ranks)
     return job.train.global_batch // (sizes["dp_replicate"] * sizes["dp_shard"] * job.train.micro_batch)
 
 
 def stages_on_paper(job: Job, site: Site, numbers: Iterable[int], *, whole: bool = False) -> list[Stage]:
-    """The steps of ranks of a pipeline, by their number along it.
+    """Find the costs of pipeline ranks, sorted by their number along the pipeline.
 
     Args:
-        job: what is trained.
-        site: where.
-        numbers: of the ranks, the one that has the last stage among them: it tells the others.
+        job: the configuration.
+        site: the machine.
+        numbers: numbers of the ranks; must include the rank of the last stage, which others depend on.
         whole: see `stage_on_paper`.
 
     Raises:
-        ParallelError: the job cannot be laid out so.
+        ParallelError: the ranks do not fit the mesh of the job.
     """
     first = 0 if job.pipeline.is_v else job.mesh.pp - 1
     last = stage_on_paper(job, site, first, whole=whole)
@@ -76,18 +76,18 @@ def stage_on_paper(
     skew: float = 1.0,
     formats: StageFormats | None = None,
 ) -> Stage:
-    """The step of the ranks of a stage.
+    """Find the cost of a step on a rank of a pipeline stage.
 
     Args:
-        job: what is trained.
-        site: where.
-        number: of the rank along the pipeline.
-        whole: run everything, also what repeats.
+        job: the configuration.
+        site: the machine.
+        number: number of the rank along the pipeline.
+        whole: whether to run all blocks and micro-batches, also repeated ones.
         skew: see `traced`.
         formats: see `traced`.
 
     Raises:
-        ParallelError: the job cannot be laid out so.
+        ParallelError: the ranks do not fit the mesh of the job.
     """
     if job.activation_checkpointing.mode == "offload":
         return _offloaded(job, site, number, whole=whole, skew=skew, formats=formats)
@@ -112,7 +112,7 @@ def stage_on_paper(
 
 
 def _offloaded(job: Job, site: Site, number: int, **options: Any) -> Stage:
-    """With activations on the host: the device holds what it does with `full`, and computes nothing again."""
+    """Find the cost with activations on the host: memory as with mode `full`, computation as with `none`."""
 
     def with_mode(mode: str) -> Stage:
         config = structs.replace(job.activation_checkpointing, mode=mode)
@@ -124,21 +124,21 @@ def _offloaded(job: Job, site: Site, number: int, **options: Any) -> Stage:
 
 
 def _few(repeat: Repeat, least: int) -> int:
-    """Turns of a repeat that are kept."""
+    """Return the number of periods of a repeat to keep."""
     others = len(repeat.names) - repeat.turns * repeat.period
     return max(1, -(-(least - others) // repeat.period))
 
 
 def _enough(job: Job, stages: int) -> int:
-    """So many micro-batches that with more of them no more are in flight at once while gradients are there.
+    """Return a number of micro-batches above which no more are in flight at once while gradients exist.
 
-    Of `gpipe` all are in flight: each one more adds the same.
+    With `gpipe` all are in flight, and each further one adds the same cost.
     """
     return {"gpipe": stages, "1f1b": stages + 1}.get(job.pipeline.schedule, 2 * stages)
 
 
 def _repeats(job: Job, number: int, stages: int) -> tuple[list[Repeat], int]:
-    """What repeats in the parts of a rank, and how many blocks these have."""
+    """Return the repeats in the parts of a rank, and the number of blocks of the parts."""
     config = job.activation_checkpointing
     multiple = config.every if config.mode == "every" else 1
     found, blocks = [], 0

@@ -1,4 +1,4 @@
-"""A training step of one rank on paper: the code of the job, run on fake tensors."""
+"""Traces a training step of one rank: runs the code of the job on fake tensors."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from forge_trainer.plan.world import fake_tensors, group_of, nothing_changed
 from forge_trainer.steps.update import Update, Updated
 
 MICRO_BATCHES = 3
-"""So many are run, without a pipeline: the first, the last, and one that stands for all others."""
+"""Micro-batches to run without a pipeline: the first, the last, and one that represents all others."""
 
 ROUNDING = 512
-"""CUDA's allocator takes memory in multiples of so many bytes."""
+"""The granularity of CUDA's allocator in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Site:
     """The machine that a job is planned for.
 
     Attributes:
-        ranks: of the job.
-        node_ranks: ranks of a node.
-        on_gpu: whether a rank computes on a GPU, or on a CPU.
+        ranks: number of ranks of the job.
+        node_ranks: number of ranks of a node.
+        on_gpu: whether a rank computes on a GPU, otherwise on a CPU.
     """
 
     ranks: int = 1
@@ -55,11 +55,11 @@ class Site:
 
 
 class StageFormats(NamedTuple):
-    """Formats that pipeline stages tell each other at their first step.
+    """Names and dtypes that pipeline stages exchange at their first step.
 
     Attributes:
-        names: of the sums of a step, which the last stage knows, and their formats.
-        statistics: what each layer of experts tells, and its format.
+        names: names and dtypes of the sums of a step, which the last stage knows.
+        statistics: names and dtypes of the statistics of each expert layer.
     """
 
     names: dict[str, torch.dtype]
@@ -71,13 +71,13 @@ class Traced:
     """Cost of one step on one rank.
 
     Attributes:
-        peaks: by place, bytes of each kind when most was held there.
+        peaks: bytes of each kind at the peak of each place.
         held: bytes of weights, buffers and moments between steps.
-        collectives: count and bytes of each kind.
-        flops: that this rank computes, by kind; what is recomputed counts again.
+        collectives: count and bytes of each kind of collective.
+        flops: FLOPs of this rank by kind; recomputation counts again.
         moved: bytes that operations without FLOPs read and write, by phase.
-        kernels: operations that compute or copy.
-        formats: what other stages of a pipeline are formats.
+        kernels: number of operations that compute or copy.
+        formats: names and dtypes that other pipeline stages need.
         kept: see `kinds.kept`.
     """
 
@@ -101,20 +101,20 @@ def traced(
     formats: StageFormats | None = None,
     whole: bool = False,
 ) -> Traced:
-    """A training step of a rank that is not its first: the state of the optimizer is there.
+    """Trace a training step of a rank after its first step, with optimizer state.
 
     Args:
-        job: what is trained.
-        site: where.
-        rank: of `site.ranks`.
-        micro_batches: of the step.
-        depth: leaves out some of the blocks that repeat; None leaves all.
-        skew: the rank serves so many times the rows of experts that even routing gives it.
-        formats: by the last stage of the pipeline; None for itself.
-        whole: run every micro-batch.
+        job: the configuration.
+        site: the machine.
+        rank: rank among `site.ranks`.
+        micro_batches: number of micro-batches of the step.
+        depth: leaves out some of the repeated blocks; None keeps all.
+        skew: rows that the rank's experts serve, in multiples of even routing.
+        formats: formats of the last pipeline stage; None for the last stage itself.
+        whole: whether to run every micro-batch.
 
     Raises:
-        ParallelError: the job cannot be laid out so.
+        ParallelError: the ranks do not fit the mesh of the job.
     """
     paper = on_paper(job, site.on_gpu)
     places = Places()
@@ -194,7 +194,7 @@ def _run(
 
 
 def _tell(step: Any, job: Job, parts: list[nn.Module], formats: StageFormats | None) -> StageFormats:
-    """Let a step know what all stages of a pipeline tell, and tell it: after its first step."""
+    """After its first step, set in a step the names of all pipeline stages, and return its formats."""
     own = {f"{name}/": layer for part in parts for name, layer in expert_layers(part).items()}
     known: dict[str, torch.dtype] = getattr(step, "_statistics", None) or {}
     kinds_of = {
@@ -211,7 +211,7 @@ def _tell(step: Any, job: Job, parts: list[nn.Module], formats: StageFormats | N
 
 
 def _more(micro: str, left_out: int) -> int:
-    """How often what a micro-batch does is done beside: the one in the middle stands for all left out."""
+    """Return how often a micro-batch is repeated: the middle one represents all that are left out."""
     return left_out if micro == "middle" else 0
 
 
@@ -231,7 +231,7 @@ def _traffic(noted: Collectives, left_out: int) -> dict[Collective, Traffic]:
 
 
 class Followed(Update):
-    """An `Update` that tells the watch when it begins, and which tensors are gradients."""
+    """An `Update` that informs the watch of its beginning and of the gradients."""
 
     watch: Watch
 
@@ -243,7 +243,7 @@ class Followed(Update):
 
 
 def _number_micro_batches(model: nn.Module, places: Places, count: int) -> None:
-    """Say which micro-batch begins; the backward pass of one ends before the next one begins."""
+    """Record which micro-batch begins; its backward pass ends before the next one begins."""
     number = [0]
 
     def begin(*_: Any) -> None:
@@ -257,7 +257,7 @@ def _number_micro_batches(model: nn.Module, places: Places, count: int) -> None:
 def _prepared(
     job: Job, on_gpu: bool, depth: Depth | None, compiled: list[str], number: int, model: nn.Module
 ) -> None:
-    """Prepare a part before it is made parallel."""
+    """Prepare a part before it is parallelized."""
     if depth is not None:
         depth.cut(model, number)
     if on_gpu:
@@ -273,18 +273,18 @@ def _blocks(model: nn.Module) -> list[str]:
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """All tensors of the state."""
+    """Return all tensors of the optimizer state."""
     return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
 
 
 def on_paper(job: Job, on_gpu: bool) -> Job:
-    """The job as it is traced: number formats of its device, blocks uncompiled."""
+    """Return the job for a trace: with the number formats of its device, and blocks uncompiled."""
     changes: dict[str, Any] = {"compile": CompileConfig()}
     if on_gpu and not job.precision.pure_bf16:
         compute = job.precision.compute_dtype("cuda")
         changes["precision"] = structs.replace(job.precision, compute=compute)
     recompute = job.activation_checkpointing
-    if recompute.mode == "budget":  # the compiler keeps what it may
+    if recompute.mode == "budget":  # the compiler chooses what it keeps
         changes["activation_checkpointing"] = structs.replace(recompute, mode="selective")
     if job.fp8.recipe != "none":
         # the kernels that round for experts are Triton's, which fake tensors do not know

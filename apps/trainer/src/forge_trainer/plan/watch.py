@@ -1,4 +1,4 @@
-"""What operations take and do, seen by torch's dispatcher: memory, FLOPs, bytes and collectives."""
+"""Watches operations in torch's dispatcher: memory, FLOPs, bytes and collectives."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NO_KERNELS = {
     "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty",
     "promote_types",
 }  # fmt: skip
-"""Operations that compute nothing. Of other namespaces than `SPACES` are questions, such as for a device."""
+"""Operations that compute nothing. Operations outside `SPACES` are queries, such as for a device."""
 
 SPACES = ("aten", "fsdp", "torchao", "higher_order")
 """Namespaces of operations that compute."""
 
 OVERWRITES = {"copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like"}
-"""Operations that do not read what their first argument holds."""
+"""Operations that do not read their first argument."""
 
 
 COPIES = {"split_with_sizes_copy", "chunk_cat", "_chunk_cat", "all_gather_copy_in"}
@@ -35,21 +35,21 @@ COPIES = {"split_with_sizes_copy", "chunk_cat", "_chunk_cat", "all_gather_copy_i
 
 
 MATMULS = {"mm": 0, "addmm": 1, "_grouped_mm": 0, "_scaled_mm": 0}
-"""Products with a weight, and which argument is the rows."""
+"""Products with a weight, and the index of the argument with the rows."""
 
 
 class Storage:
-    """Memory that was taken once.
+    """One allocation of memory.
 
     Attributes:
-        kind: what it is for; None as long as that is not known.
-        place: where it was taken.
-        op: that took it.
-        resized: whether it was freed and taken again, as FSDP2 does with what it gathers.
-        ended: where it was freed; None for what lives on.
-        in_loss: whether the loss took it.
-        sent: whether it was sent to another stage of a pipeline.
-        width: of the last dim of the tensor that it was taken for.
+        kind: kind of its use; None as long as it is unknown.
+        place: place of the allocation.
+        op: operation that allocated it.
+        resized: whether it was freed and allocated again, as FSDP2 does with gathered parameters.
+        ended: place at which it was freed; None if it is still alive.
+        in_loss: whether the loss allocated it.
+        sent: whether it was sent to another pipeline stage.
+        width: size of the last dim of its tensor.
     """
 
     __slots__ = ("ended", "in_loss", "kind", "op", "place", "resized", "sent", "width")
@@ -62,23 +62,23 @@ class Storage:
 
 
 class Watch(TorchDispatchMode):
-    """While it is active, follows the memory of tensors, counts FLOPs and bytes, and notes collectives.
+    """A mode that follows the memory of tensors, counts FLOPs and bytes, and records collectives.
 
-    What existed before counts from the moment that `known` names it. The parts of a DTensor that other ranks
-    have do not count.
+    Tensors made before the mode count from the moment that `known` names them. Shards of a DTensor on other
+    ranks do not count.
 
     Attributes:
-        places: where the step is.
-        live: bytes of what lives.
-        flops: of what was computed, by micro-batch and kind.
-        moved: bytes that operations without FLOPs read and wrote, by micro-batch and phase, FSDP2's
-            apart as `gather`.
-        kernels: operations that compute or copy, by micro-batch.
-        said: told of each collective: (operation, arguments, results).
-        fakes: whose tensors count; those that DTensor tries an operation with are others. None: any count.
+        places: the places of the step.
+        live: bytes of living tensors.
+        flops: FLOPs by micro-batch and kind.
+        moved: bytes that operations without FLOPs read and wrote, by micro-batch and phase; bytes of FSDP2
+            are separate, as `gather`.
+        kernels: number of operations that compute or copy, by micro-batch.
+        on_operation: called with each collective: (operation, arguments, results); None ignores them.
+        fakes: the fake-tensor mode whose tensors count, unlike tensors in trials of DTensor; None counts all.
 
     Args:
-        rounding: memory is taken in multiples of so many bytes.
+        rounding: granularity of the allocator, in bytes.
     """
 
     def __init__(self, places: Places, rounding: int = 1) -> None:
@@ -103,7 +103,7 @@ class Watch(TorchDispatchMode):
         self.flops[self.places.now.micro, kind] += number
 
     def known(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Give tensors a kind; tensors not yet followed are counted as living."""
+        """Assign a kind to tensors; begin to follow tensors that are not followed yet."""
         for tensor in tensors:
             for part in plain_parts(tensor):
                 self._note(part, "")
@@ -130,7 +130,7 @@ class Watch(TorchDispatchMode):
         return self.fakes is not None and getattr(tensor, "fake_mode", self.fakes) is not self.fakes
 
     def _resized(self, storage: Any) -> None:
-        """The size of a storage that is followed is known; FSDP2 frees what it gathers by a size of 0."""
+        """Update the size of a followed storage; FSDP2 frees gathered parameters by a size of 0."""
         if (seen := self._seen.get(storage._cdata)) is None:
             return
         reference, before, made = seen
@@ -146,7 +146,7 @@ class Watch(TorchDispatchMode):
             self.events.append((made, change, self.places.now))
 
     def __enter__(self) -> Any:
-        """Look at sizes too."""
+        """Enter the mode, and watch changes of storage sizes."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
@@ -157,7 +157,7 @@ class Watch(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Look no more."""
+        """Leave the mode, and stop to watch storage sizes."""
         del torch.UntypedStorage.resize_
         super().__exit__(*error)
 
@@ -208,7 +208,7 @@ class Watch(TorchDispatchMode):
 
 
 def plain_parts(tensor: Any) -> list[Tensor]:
-    """The plain tensors on this rank that a tensor is made of."""
+    """Return the plain tensors on this rank of which a tensor consists."""
     if not isinstance(tensor, Tensor):
         return []
     if not hasattr(type(tensor), "__tensor_flatten__"):

@@ -1,4 +1,4 @@
-"""The ranks of a job, of which only one is there: a process group that communicates nothing."""
+"""Simulates the ranks of a job in one process: a process group that communicates nothing."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def group_of(ranks: int, rank: int, needed: bool) -> Iterator[Env]:
-    """A default process group of so many ranks, seen from one of them; nothing is left of it afterwards.
+    """Make a fake default process group, seen from one rank; remove it at the end.
 
     Args:
-        ranks: of the job.
-        rank: which of them is traced.
+        ranks: number of ranks of the job.
+        rank: the traced rank.
         needed: whether even one rank has a group; see `forge_parallel.env.process_group`.
 
     Raises:
@@ -75,10 +75,10 @@ def nothing_changed() -> Iterator[None]:
 
 @contextmanager
 def fake_tensors(skew: float = 1.0) -> Iterator[FakeTensorMode]:
-    """Tensors that have shapes and no memory; what the host, or another rank, says of them is made up.
+    """Enter a mode of fake tensors; replace code that needs their values or answers of other ranks.
 
     Args:
-        skew: the rank that is traced serves so many times as many rows as with even routing.
+        skew: rows that the experts of the traced rank serve, in multiples of even routing.
     """
     routing = _EvenRouting(skew)
     with ExitStack() as stack:
@@ -103,17 +103,17 @@ def fake_tensors(skew: float = 1.0) -> Iterator[FakeTensorMode]:
 
 
 def _place_in_memory(tensor: Tensor) -> int:
-    """Tells whether two fake tensors would begin at the same place."""
+    """Return a number that is equal for fake tensors that would begin at the same address."""
     return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
 
 
 def _own_names(sums: Sums, _: Any) -> dict[str, torch.dtype]:
-    """In the place of `Sums.names`, which asks all ranks."""
+    """Replace `Sums.names`, which communicates with all ranks."""
     return {name: pair.dtype for name, pair in sums._pairs.items()}
 
 
 def _holdings_told(init: Callable[..., None]) -> Callable[..., None]:
-    """Which part of each matrix other ranks hold follows from the layout; no rank has to be asked."""
+    """Wrap the constructor of an exchange: compute the holdings of other ranks from the layout."""
 
     def run(self: Any, parameters: Sequence[Tensor], mesh: Mesh, *rest: Any) -> None:
         def everyone(mine: Any, view: Any) -> Any:
@@ -133,7 +133,7 @@ def _all_holdings(parameters: Sequence[Any], view: Any) -> list[list[Any]]:
 
 
 def _holding(parameter: Any, rank: int, first: bool) -> Any:
-    """The box of a parameter on a rank."""
+    """Return the box of a parameter on a rank."""
     if not shards.is_dtensor(parameter):
         shape = tuple(parameter.shape)
         return gather_matrices.Holding(gather_matrices.Box((0,) * len(shape), shape), first)
@@ -145,7 +145,7 @@ def _holding(parameter: Any, rank: int, first: bool) -> Any:
 
 
 def _on_real_tensors(read: Callable[..., Any]) -> Callable[..., Any]:
-    """The tensor of a device mesh is a real one."""
+    """Wrap a function that reads the tensor of a device mesh, which is a real tensor."""
 
     def run(*arguments: Any) -> Any:
         with unset_fake_temporarily():
@@ -155,13 +155,13 @@ def _on_real_tensors(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _EvenRouting:
-    """Every expert serves as many rows, but that the traced rank serves `skew` times as many."""
+    """Even routing: every expert serves equally many rows, on the traced rank `skew` times as many."""
 
     def __init__(self, skew: float) -> None:
         self._skew, self._rows, self._share = skew, 0, 1.0
 
     def noting(self, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A dispatcher that says first how many rows it is given."""
+        """Wrap a dispatcher to record the number of its rows first."""
 
         def run(dispatcher: Any, experts: Any, rows: Tensor, ends: Tensor, meanwhile: Any = None) -> Tensor:
             self._rows = len(rows)
@@ -170,12 +170,12 @@ class _EvenRouting:
         return run
 
     def numbers(self, tensor: Tensor) -> Any:
-        """Stands in for `numbers_of`: the rows sent, then the rows received."""
+        """Replace `numbers_of`: return the rows sent, then the rows received."""
         sent, *others = (_even(self._rows, tuple(one.shape)) for one in tensor)
         return [sent, *(_scaled(one, self._skew) for one in others)]
 
     def of_a_modality(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Experts of one modality, which has half of the tokens; see `forge_trainer.plan.images`."""
+        """Wrap experts of one modality, which has half of the tokens; see `forge_trainer.plan.images`."""
 
         def run(*arguments: Any) -> Tensor:
             self._share = 0.5
@@ -187,7 +187,7 @@ class _EvenRouting:
         return run
 
     def telling(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Experts whose ends can be read on the host, which products on a CPU do."""
+        """Wrap experts so that their ends can be read on the host, as CPU products do."""
 
         def run(served: Any, rows: Tensor, ends: Tensor) -> Tensor:
             each = _even(round(self._share * len(rows)), tuple(ends.shape))
@@ -198,7 +198,7 @@ class _EvenRouting:
 
 
 def _even(rows: int, shape: tuple[int, ...]) -> Any:
-    """Nested lists of a shape that add up to `rows`."""
+    """Return nested lists of a shape that add up to `rows`."""
     count = int(np.prod(shape))
     each, rest = divmod(rows, count)
     flat = np.full(count, each, dtype=np.int64)

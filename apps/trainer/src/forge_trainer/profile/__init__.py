@@ -1,1 +1,1 @@
-"""Where the time of a few steps goes, operation by operation, and what the memory of the device holds."""
+"""Profiles a few steps: the time of each operation, and the memory of the device."""

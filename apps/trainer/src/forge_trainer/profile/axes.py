@@ -1,4 +1,4 @@
-"""Over which ranks a collective goes, by its process group."""
+"""Finds the axis of a collective from its process group."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 DECISIONS = "decisions (CPU)"
-"""The group by which ranks decide together, and the span in which they do."""
+"""The name of the group for decisions of all ranks; `DECIDING` is the clock span of decisions."""
 
 DECIDING = "agree"
 UNKNOWN = "an unknown axis"
 
 
 def axis_of(mesh: Mesh, sizes: dict[str, int]) -> Callable[[str, str], str]:
-    """From the name of a process group, if the trace has it, and the span of the clock, to an axis.
+    """Return a function from the name of a process group (or "") and the clock span to an axis.
 
-    gloo tells no group; where one axis alone has several ranks, it is that one.
+    Events of gloo have no name; if only one axis has several ranks, the collective is on that axis.
 
     Args:
         mesh: the grid of ranks.
-        sizes: of its axes.
+        sizes: sizes of its axes.
     """
     names = _named(mesh)
     several = [axis for axis, size in sizes.items() if size > 1]
@@ -37,7 +37,7 @@ def axis_of(mesh: Mesh, sizes: dict[str, int]) -> Callable[[str, str], str]:
 
 
 def _named(mesh: Mesh) -> dict[str, str]:
-    """From the names of process groups to axes; a group of several axes has the name of the narrowest."""
+    """Map names of process groups to axes; a group of several axes gets the narrowest one."""
     found: dict[str, str] = {}
 
     def add(group: ProcessGroup | None, axis: str) -> None:

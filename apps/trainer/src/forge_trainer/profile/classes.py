@@ -1,4 +1,4 @@
-"""What kind of work an operation does, by the name that the profiler gives it. Imports no torch."""
+"""Classifies operations by their names in the profiler. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ MATMUL, ATTENTION, COMMUNICATION = "matmul", "attention", "communication"
 OPTIMIZER, MEMORY, OTHER, IDLE = "optimizer", "memory", "other", "idle"
 
 CLASSES = (MATMUL, ATTENTION, COMMUNICATION, OPTIMIZER, MEMORY, OTHER, IDLE)
-"""Every moment of a step belongs to exactly one of them; of communication what nothing else overlaps."""
+"""Every moment of a step belongs to exactly one class, to communication only if nothing overlaps it."""
 
 OPTIMIZER_MARK = "Optimizer.step#"
-"""What torch calls the step of an optimizer in a profile."""
+"""The beginning of the name of an optimizer step in a profile of torch."""
 
 _KERNELS = {
     COMMUNICATION: r"nccl|nvshmem|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast_kernel",
@@ -21,7 +21,7 @@ _KERNELS = {
     OPTIMIZER: r"Fused(Adam|SGD|Optimizer)|FusedOptimizer",
     MEMORY: r"^Mem(cpy|set)|copy|CatArray|chunk_cat|split_with_sizes|FillFunctor|fill_kernel|memcpy",
 }
-"""Of a GPU: a pattern that is found anywhere in the name, in the order in which they are tried."""
+"""Patterns of GPU kernels, searched anywhere in the name, in this order."""
 
 _OPERATORS = {
     COMMUNICATION: r"^(c10d|_c10d_functional|_dtensor|symm_mem)::|^(gloo|nccl|mpi|ucc):",
@@ -34,20 +34,20 @@ _OPERATORS = {
     r"|empty\w*|resize_\w*|pin_memory|split_with_sizes_copy|foreach_copy_|foreach_zero_|new_\w+|chunk_cat|detach"
     r"|local_scalar_dense|item|repeat|set_\w*)$|^fsdp::|^inductor::_alloc",
 }
-"""Of a CPU: the same of the names of operators."""
+"""Patterns of CPU operators, searched in the same way."""
 
 _FUSED = re.compile(r"^triton_(poi|red|per)_")
-"""Elementwise operations and reductions that the compiler has fused; the name lists all that is in them."""
+"""Element-wise operations and reductions fused by the compiler; the name lists all their operations."""
 
 _COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _KERNELS.items()}
 _COMPILED_OPERATORS = {kind: re.compile(pattern) for kind, pattern in _OPERATORS.items()}
 
 
 def class_of_kernel(name: str, in_optimizer: bool = False) -> str:
-    """The class of a GPU kernel.
+    """Return the class of a GPU kernel.
 
     Args:
-        name: of the kernel, copy or fill.
+        name: name of the kernel, copy or fill.
         in_optimizer: whether the step of an optimizer started it.
     """
     if in_optimizer:
@@ -58,10 +58,10 @@ def class_of_kernel(name: str, in_optimizer: bool = False) -> str:
 
 
 def class_of_operator(path: tuple[str, ...]) -> str:
-    """The class of a CPU operator.
+    """Return the class of a CPU operator.
 
     Args:
-        path: the names of the operator and of those that called it, the outermost first.
+        path: names of the calling operators, the outermost first, and of the operator itself.
     """
     kinds = [_class_of_name(name) for name in path]
     if COMMUNICATION in kinds:
@@ -78,7 +78,7 @@ def _class_of_name(name: str) -> str:
 
 
 def short(name: str) -> str:
-    """The name of a kernel without types and arguments, or the last name of what it applies."""
+    """Return the name of a kernel without types and arguments, with the functor that it applies, if any."""
     bare = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     head, _, rest = bare.partition("<")
     if inner := re.search(

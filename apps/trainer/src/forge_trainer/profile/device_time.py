@@ -1,4 +1,4 @@
-"""Times parts of a step on the device by events in its queue, which are read once they have come to pass."""
+"""Times parts of a step on the device by events in its queue, which are read after they have happened."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ OPTIMIZER = "optimizer"
 
 
 class Stamp(Protocol):
-    """A moment in the queue of a device; `torch.cuda.Event` is one."""
+    """An event in the queue of a device, such as `torch.cuda.Event`."""
 
     def record(self) -> None:
-        """Put it at the end of the queue."""
+        """Put the event at the end of the queue."""
         ...
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Return whether the device has reached the event."""
         ...
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this one to a later one."""
+        """Return the milliseconds from this event to a later one."""
         ...
 
 
 class HostStamp:
-    """A moment of the host, for a device that computes at once."""
+    """An event of the host, for a device that computes synchronously."""
 
     def record(self) -> None:
         """See `Stamp`."""
@@ -51,14 +51,14 @@ class HostStamp:
 
 
 class Parts:
-    """A row of parts, each from its begin to the begin of the next one.
+    """A sequence of parts, each from its beginning to the beginning of the next one.
 
     Args:
-        make: a new stamp.
+        make: makes a new event.
 
     Attributes:
-        total_s: of each part that the device has done.
-        begun: how often each of these began.
+        total_s: seconds of each part that the device has finished.
+        begun: number of times that each finished part began.
     """
 
     def __init__(self, make: Callable[[], Stamp]) -> None:
@@ -68,7 +68,7 @@ class Parts:
         self.begun: defaultdict[str, int] = defaultdict(int)
 
     def enter(self, name: str) -> None:
-        """A part begins, and the one before ends."""
+        """Begin a part, and end the previous one."""
         if self._queue and self._queue[-1][0] == name:
             return
         stamp = self._unused.pop() if self._unused else self._make()
@@ -90,11 +90,11 @@ class Parts:
 
 
 class DeviceTime(Hook):
-    """See `DeviceTimeConfig`.
+    """The hook of `DeviceTimeConfig`.
 
     Args:
-        run: what is looked at.
-        every: distance in steps.
+        run: the run.
+        every: steps between log entries.
     """
 
     span = "device time"

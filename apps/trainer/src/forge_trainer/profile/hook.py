@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from forge_trainer.hooks.profile import ProfileConfig
 
 QUIET = "KINETO_LOG_LEVEL"
-"""Without a GPU the profiler writes to stderr that it finds none."""
+"""The variable that silences the profiler's message on stderr that there is no GPU."""
 
 TRACE, SUMMARY, PAGE = "trace.json.gz", "summary.json", "summary.md"
 
 
 class Profile(Hook):
-    """See `ProfileConfig`.
+    """The hook of `ProfileConfig`.
 
     Args:
-        config: what is profiled.
-        run: what is looked at.
+        config: configuration of the hook.
+        run: the run.
     """
 
     span = "profile"
@@ -61,7 +61,7 @@ class Profile(Hook):
         self._begin(progress)
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
-        """See `Hook.on_step`. Waits for the device where a window begins or ends."""
+        """See `Hook.on_step`. Waits for the device when a window begins or ends."""
         if self._snapshots is not None:
             self._snapshots.after(progress.step)
         if self._window is not None and (progress.step == self._window.last or progress.complete):
@@ -70,7 +70,7 @@ class Profile(Hook):
             self._begin(progress)
 
     def on_end(self, progress: Progress, verdict: Verdict) -> None:
-        """See `Hook.on_end`: a window that is cut short counts the steps that it has."""
+        """See `Hook.on_end`: a window that ends early counts only its steps."""
         self._end(progress)
 
     def rewind(self, progress: Progress) -> None:
@@ -156,16 +156,16 @@ class Profile(Hook):
 
 
 class Window:
-    """The profiler while it looks at a row of steps. It begins when this is made.
+    """The profiler during a window of steps; it starts when the window is built.
 
     Args:
         first: the first step, from 1.
         last: the last step.
         details: see `ProfileConfig`.
-        device: what computes.
+        device: device of the computation.
 
     Raises:
-        RuntimeError: another profiler is at work in this process.
+        RuntimeError: another profiler runs in this process.
     """
 
     def __init__(self, first: int, last: int, details: tuple[str, ...], device: torch.device) -> None:
@@ -188,7 +188,7 @@ class Window:
         self._whole.__enter__()
 
     def enter(self, span: str) -> None:
-        """The host turns to another span of the clock."""
+        """Mark that the host enters another span of the clock."""
         if self._mark is not None:
             if self._mark[0] == span:
                 return
@@ -212,7 +212,7 @@ class Window:
         """Write the trace as JSON.
 
         Raises:
-            OSError: it is not there afterwards; torch does not say why.
+            OSError: torch wrote no file, without an error.
         """
         self._profile.export_chrome_trace(str(path))
         if not path.is_file():

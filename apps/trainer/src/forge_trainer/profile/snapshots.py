@@ -1,4 +1,4 @@
-"""Writes what the memory of a GPU holds after a step or when it runs out, for pytorch.org/memory_viz."""
+"""Writes snapshots of GPU memory after a step or when it runs out, for pytorch.org/memory_viz."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from forge_trainer.console import emit
 from forge_trainer.recovery.incidents import note_incident
 
 ENTRIES = 100_000
-"""The last allocations that are remembered."""
+"""The number of allocations that are recorded, the last ones."""
 
 
 class Snapshots:
-    """Of one rank; a snapshot that cannot be written is a warning.
+    """The snapshots of one rank; a snapshot that cannot be written causes a warning.
 
     Args:
-        folder: where they go.
-        rank: of this process.
-        step: after which there is one; None writes none.
-        on_oom: whether there is one when memory runs out.
-        directory: of the run.
+        folder: folder of the snapshots.
+        rank: rank of this process.
+        step: step after which a snapshot is written; None writes none.
+        on_oom: whether a snapshot is written when memory runs out.
+        directory: the run directory.
     """
 
     def __init__(self, folder: Path, rank: int, step: int | None, on_oom: bool, directory: Path) -> None:
@@ -34,13 +34,13 @@ class Snapshots:
             torch._C._cuda_attach_out_of_memory_observer(self._ran_out)  # type: ignore[attr-defined]
 
     def before(self, step: int) -> None:
-        """Remember allocations from here on, if there will be a snapshot after the step."""
+        """Begin to record allocations if there will be a snapshot after the step."""
         self._at = step
         if step == self._step:
             self._record()
 
     def after(self, step: int) -> None:
-        """Write one if it is due."""
+        """Write a snapshot if it is due."""
         if step != self._step or not self._is_recording:
             return
         self._write(f"memory-step-{step:08d}-rank-{self._rank}.pickle")
@@ -48,13 +48,13 @@ class Snapshots:
             self._forget()
 
     def close(self) -> None:
-        """Remember no more."""
+        """Stop recording allocations."""
         self._always = False
         if self._is_recording:
             self._forget()
 
     def _ran_out(self, device: int, wanted: int, total: int, free: int) -> None:
-        """Called by the allocator before it gives up."""
+        """Write a snapshot and an incident; the allocator calls this when memory runs out."""
         if not self._always:
             return
         name = f"memory-out-rank-{self._rank}.pickle"

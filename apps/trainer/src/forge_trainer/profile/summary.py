@@ -1,4 +1,4 @@
-"""Gives every moment of a window to one class of work, and tells where most of it went. Imports no torch."""
+"""Assigns every moment of a window to one class of work, and sums the times. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STEPS = TRAINING | {BETWEEN}
 """Spans that are part of a step."""
 
 LEAST_S = 1e-3
-"""What took less beside the steps is not told."""
+"""Shorter times outside the steps are not reported."""
 
 LONGEST = 25
-"""So many rows of what took longest."""
+"""The number of rows in the table of the longest operations."""
 
 HINTS = {
     MATMUL: "the products of the model itself: the larger this share is, the better",
@@ -37,24 +37,24 @@ HINTS = {
     OTHER: "elementwise operations and reductions: compile.enabled fuses them",
     IDLE: "nothing runs: the span tells what the host did meanwhile",
 }
-"""By class: what it is, and what makes it less."""
+"""A description of each class, and how to reduce it."""
 
 
 def summarize(line: Timeline, steps: int) -> dict[str, Any]:
-    """Sums over a window, in seconds a step.
+    """Sum the times of a window, in seconds a step.
 
-    A moment belongs to the work that runs in it, of several to the one that began first; else to a collective
-    in flight; else to a wait for one; else it is idle, and is told by the span of the clock in which the host
-    was. The classes therefore add up to the step. Spans that are no part of training, such as evaluations and
-    checkpoints, are left out of the steps.
+    A moment belongs to the work that runs in it (of several, to the first); else to a collective
+    in flight; else to a wait for a collective; else it is idle, and is reported by the host's clock span. So
+    the classes add up to the step. Spans outside training, such as evaluations and checkpoints, are left out
+    of the steps.
 
     Args:
-        line: what went on.
-        steps: of the window.
+        line: timeline of the window.
+        steps: number of steps of the window.
 
     Returns:
         `step_s`; `classes_s` by class; `communication` by axis with `total_s`, `exposed_s`, `calls` and
-        `bytes`; `idle_s` by span; `longest`, with the largest first; and `beside_s`, what was left out of all
+        `bytes`; `idle_s` by span; `longest`, the longest first; and `beside_s`, the times left out of all
         steps together.
     """
     scale = 1e-6 / steps
@@ -88,14 +88,14 @@ def summarize(line: Timeline, steps: int) -> dict[str, Any]:
 
 
 def _within(piece: Piece, spans: Sequence[Piece], starts: Sequence[float]) -> bool:
-    """Whether the middle of a piece lies in one of the spans, which begin at `starts`."""
+    """Return whether the middle of a piece is in one of the spans, which begin at `starts`."""
     middle = (piece.start + piece.end) / 2
     index = bisect_right(starts, middle) - 1
     return index >= 0 and middle <= spans[index].end
 
 
 def _give(pieces: list[Piece], free: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Give free times to the pieces that go on then, the first one first; returns what stays free."""
+    """Assign free times to the pieces that run then, the first one first; return the remaining free times."""
     pieces.sort(key=lambda one: one.start)
     left: list[tuple[float, float]] = []
     index, until = 0, float("-inf")
@@ -158,7 +158,7 @@ def _longest(pieces: Iterable[Piece], steps: int, on_gpu: bool) -> list[dict[str
 
 
 def line_of(summary: dict[str, Any]) -> str:
-    """One line: the three largest classes and the longest kernel."""
+    """Return one line with the three largest classes and the longest kernel."""
     step_s = summary["step_s"] or 1.0
     largest = sorted(summary["classes_s"].items(), key=lambda item: -item[1])[:3]
     told = ", ".join(f"{kind} {s / step_s:.0%}" for kind, s in largest)
@@ -168,10 +168,10 @@ def line_of(summary: dict[str, Any]) -> str:
 
 
 def markdown(summary: dict[str, Any]) -> str:
-    """The summary as a page: the largest first.
+    """Format the summary as a Markdown page, the largest first.
 
     Args:
-        summary: from `summarize`, with `rank`, `device`, `first_step` and `steps`.
+        summary: result of `summarize`, with `rank`, `device`, `first_step` and `steps`.
     """
     step_s = summary["step_s"] or 1.0
     last = summary["first_step"] + summary["steps"] - 1

@@ -1,4 +1,4 @@
-"""What a trace of torch's profiler says of a window: pieces of time with their kind. Imports no torch."""
+"""Reads a trace of torch's profiler as pieces of time with their kinds. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOW_MARK = "forge: window"
 """The name of the mark over all steps of a window."""
 
 SPAN_MARK = "forge span: "
-"""What the names of marks of the spans of the clock begin with."""
+"""The prefix of the names of marks for clock spans."""
 
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver", "hip_runtime"}
@@ -56,7 +56,7 @@ class Event(msgspec.Struct):
 
     @property
     def end(self) -> float:
-        """When it ended."""
+        """The end of the event."""
         return self.ts + self.dur
 
 
@@ -66,15 +66,15 @@ class _Trace(msgspec.Struct):
 
 @dataclass
 class Piece:
-    """Something that went on from `start` to `end`, in microseconds.
+    """An activity from `start` to `end`, in microseconds.
 
     Attributes:
         kind: one of `CLASSES`.
-        label: what it was; pieces of one label are added up.
-        axis: of a collective: over which ranks; empty for a wait.
-        bytes: of communication: what a rank gets, if the trace says so.
-        alone_us: how much of its time is its own, see `forge_trainer.profile.summary`.
-        counts: whether it is one of the calls; parts of an operator around what it calls are not.
+        label: name of the activity; pieces with the same label are added up.
+        axis: axis of a collective; empty for a wait.
+        bytes: bytes that a rank receives in a communication, if the trace contains them.
+        alone_us: time assigned to this piece, see `forge_trainer.profile.summary`.
+        counts: whether it counts as a call; only the first part of an operator does.
     """
 
     start: float
@@ -92,12 +92,12 @@ class Timeline:
     """Work, communication and spans of a profiled window.
 
     Attributes:
-        start: of the window, in microseconds.
-        end: of the window.
+        start: start of the window, in microseconds.
+        end: end of the window, in microseconds.
         on_gpu: whether the pieces ran on a GPU.
-        work: all but communication.
-        communication: collectives, and waiting for them.
-        spans: what the host was about, one after the other.
+        work: all pieces except communication.
+        communication: collectives, and waits for them.
+        spans: clock spans of the host, one after the other.
     """
 
     start: float
@@ -118,12 +118,12 @@ def read(path: Path, axis_of: Callable[[str, str], str]) -> Timeline:
     """Read a trace in Chrome's format.
 
     Args:
-        path: of the JSON.
-        axis_of: over which ranks a collective goes: from the name of its process group, empty where the trace
-            has none, and the span of the clock in which it began.
+        path: path of the JSON.
+        axis_of: returns the axis of a collective from the name of its process group (empty if the trace has
+            none) and the clock span in which it began.
 
     Raises:
-        ValueError: the file is cut off, or holds no window.
+        ValueError: the file is incomplete, or contains no window.
     """
     events = [e for e in msgspec.json.decode(path.read_bytes(), type=_Trace).traceEvents if e.ph == "X"]
     window = next((e for e in events if e.name == WINDOW_MARK and e.cat == "user_annotation"), None)
@@ -147,7 +147,7 @@ def read(path: Path, axis_of: Callable[[str, str], str]) -> Timeline:
 
 
 def _of_gpu(events: list[Event], axis_of: Callable[[str, str], str]) -> Iterator[Piece]:
-    """Kernels, copies and fills; whether the optimizer started one is told by when it was launched."""
+    """Yield kernels, copies and fills; the launch time tells whether the optimizer started one."""
     optimizer = [
         (e.ts, e.end) for e in events if e.name.startswith(OPTIMIZER_MARK) and e.cat == "user_annotation"
     ]
@@ -172,7 +172,7 @@ def _of_gpu(events: list[Event], axis_of: Callable[[str, str], str]) -> Iterator
 def _of_cpu(
     events: list[Event], axis_of: Callable[[str, str], str], span_at: Callable[[float], str]
 ) -> Iterator[Piece]:
-    """Operators with self time only, and collectives, which run beside them."""
+    """Yield operators with self time only, and collectives, which run in parallel."""
     threads: dict[int | str, list[Event]] = {}
     for event in events:
         if event.name.startswith(_BACKENDS):
@@ -188,10 +188,10 @@ def _of_cpu(
 
 
 def alone(events: Iterable[Event]) -> Iterator[tuple[Event, tuple[str, ...], float, float, bool]]:
-    """The times of nested events of one thread in which none of those inside runs.
+    """Yield the times of nested events of one thread in which no inner event runs.
 
     Yields:
-        The event, the names of those around it and its own, start, end, and whether it is the first part.
+        The event, the names of outer events and its own, start, end, and whether it is the first part.
     """
     stack: list[tuple[Event, tuple[str, ...]]] = []
     at, fresh = 0.0, False
@@ -211,21 +211,21 @@ def alone(events: Iterable[Event]) -> Iterator[tuple[Event, tuple[str, ...], flo
 
 
 def _named(event: Event) -> str:
-    """The name of an operator with the shapes of its first inputs that are matrices or more."""
+    """Return the name of an operator with the shapes of its first two inputs of two dims or more."""
     dims = [d for d in event.args.get("Input Dims") or () if isinstance(d, list) and len(d) > 1]
     shapes = [str(d) for d in dims[:2] if all(isinstance(size, int) for size in d)]
     return f"{event.name} {' x '.join(shapes)}".rstrip()
 
 
 def _size(event: Event) -> int:
-    """Bytes of the inputs of a collective on a CPU, as far as the trace has their shapes."""
+    """Return the bytes of the inputs of a collective on a CPU, if the trace has their shapes."""
     shapes: list[Any] = event.args.get("Input Dims") or []
     kinds: list[Any] = event.args.get("Input type") or []
     return sum(_elements(dims) * _bytes_of(kind) for dims, kind in zip(shapes, kinds, strict=False))
 
 
 def _elements(dims: list[Any]) -> int:
-    """Of a tensor, or of all tensors of a list."""
+    """Count the elements of a tensor, or of all tensors of a list."""
     if any(isinstance(one, list) for one in dims):
         return sum(_elements(one) for one in dims)
     return prod(dims)

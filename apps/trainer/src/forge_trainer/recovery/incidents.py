@@ -1,4 +1,4 @@
-"""The record of incidents: trouble, the rollbacks that followed, and notes of whoever noticed something."""
+"""The record of incidents of a run: rollbacks, and notes of other trouble."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge_resilience.exit_codes import ExitCode
 from forge_trainer.run_dir.files import RunFiles, now, read_lines
 
 ROLLBACK = "rollback"
-"""The kind of a line of `incidents.jsonl`."""
+"""The `kind` of a rollback in `incidents.jsonl`."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Trouble:
 
     Attributes:
         first: the first step, from 0.
-        end: the one behind the last.
-        why: in words.
-        code: how the run ends if it cannot go back.
+        end: the last step plus 1.
+        why: the reason, in words.
+        code: exit code of the run if it cannot go back.
         data: whether the data of these steps may be the cause.
-        hosts: whose hardware is suspect.
+        hosts: hosts whose hardware is suspect.
     """
 
     first: int
@@ -43,16 +43,16 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Rollback:
-    """A rollback as it stands in the record of incidents.
+    """A rollback as recorded in `incidents.jsonl`.
 
     Attributes:
-        to: steps taken up to the checkpoint.
+        to: step of the checkpoint.
         first: the first step of the trouble, from 0.
-        end: the one behind the last.
-        why: in words.
-        skip: whether the data of these steps, and of the margin, are left out from then on.
-        margin: steps.
-        hosts: whose hardware is suspect.
+        end: the last step of the trouble plus 1.
+        why: the reason, in words.
+        skip: whether the data of these steps and of the margin are left out from then on.
+        margin: width of the margin, in steps.
+        hosts: hosts whose hardware is suspect.
     """
 
     to: int
@@ -69,10 +69,10 @@ class Rollback:
 
 
 def append_incident(directory: Path, kind: str, facts: Mapping[str, Any]) -> None:
-    """Add a line to `incidents.jsonl`, on the disk when it returns.
+    """Add a line to `incidents.jsonl`; it is on the disk on return.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     path = RunFiles(directory).incidents
     try:
@@ -87,7 +87,7 @@ def append_incident(directory: Path, kind: str, facts: Mapping[str, Any]) -> Non
 
 
 def note_incident(directory: Path, kind: str, facts: Mapping[str, Any]) -> None:
-    """Add a line that nothing depends on: a disk that takes nothing is no reason to end."""
+    """Add a line on which nothing depends; ignore a disk that cannot be written."""
     with suppress(CheckpointError):
         append_incident(directory, kind, facts)
 
@@ -96,7 +96,7 @@ def read_rollbacks(directory: Path) -> list[Rollback]:
     """The rollbacks of a run, oldest first.
 
     Raises:
-        CheckpointError: a line of one lacks something.
+        CheckpointError: the line of a rollback lacks a key.
     """
     path, fields = RunFiles(directory).incidents, Rollback.__dataclass_fields__
     found = [line for line in read_lines(path, "kind") if line["kind"] == ROLLBACK]

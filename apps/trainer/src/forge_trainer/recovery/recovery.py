@@ -1,8 +1,8 @@
-"""What follows trouble: a rollback to a checkpoint from before it, without its data; or the end.
+"""Decides what follows trouble: a rollback to an earlier checkpoint, without the bad data; or the end.
 
-A rollback is a line in `incidents.jsonl` before it is anything else, such that a kill at any moment changes
-nothing. Checkpoints know how many rollbacks came before them: those of later steps that knew of fewer are
-removed, now or by the next start.
+A rollback is recorded in `incidents.jsonl` before anything else is done, so that a kill at any moment changes
+nothing. A checkpoint contains the number of rollbacks before it: a checkpoint of a later step with a smaller
+number is removed, at once or by the next start.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NEAR_STEPS = 1000
-"""Rollbacks for trouble within so many steps of each other count together."""
+"""The largest distance, in steps, of troubles whose rollbacks count together."""
 
 
 class Recovery:
-    """Says what follows trouble, and keeps the rollbacks of a run. All ranks hold the same.
+    """Decides what follows trouble, and keeps the rollbacks of a run; equal on all ranks.
 
     Args:
-        config: how many rollbacks there may be, and how far behind trouble they reach.
-        directory: of the run.
-        store: its checkpoints.
-        group: of all ranks, on the CPU.
+        config: the largest number of rollbacks, and their margin in steps.
+        directory: the run directory.
+        store: the store of its checkpoints.
+        group: process group of all ranks, on the CPU.
 
     Attributes:
-        trouble: what a guard has found, and no rollback has answered.
+        trouble: trouble that a guard has found and no rollback has answered.
         taken: the rollbacks so far, oldest first.
     """
 
@@ -56,9 +56,9 @@ class Recovery:
         self._on_first(self._discard)
 
     def judge(self, trouble: Trouble) -> Verdict:
-        """ROLLBACK; or ABORT, where that has been done too often near here.
+        """Return ROLLBACK; ABORT if there were too many rollbacks near the trouble.
 
-        Of trouble that several guards find in one step, the first one's counts.
+        If several guards find trouble in one step, the first trouble counts.
         """
         if self.trouble is None:
             self.trouble = trouble
@@ -70,7 +70,7 @@ class Recovery:
         return Verdict.ABORT
 
     def begin(self) -> Rollback | None:
-        """Decide on a checkpoint, and write it down; None if none is from before the trouble. Collective."""
+        """Choose a checkpoint from before the trouble, record the rollback; None without one. Collective."""
         trouble = self.trouble
         assert trouble is not None
         made = self._on_first(lambda: self._begin(trouble))
@@ -84,7 +84,7 @@ class Recovery:
         return made
 
     def data(self, config: DataConfig) -> DataConfig:
-        """The data section without the steps that rollbacks skip."""
+        """Return the data section with the steps that rollbacks skip left out."""
         skips = [skip for one in self.taken for skip in one.skipped()]
         return msgspec.structs.replace(config, skip=[*config.skip, *skips])
 
@@ -100,7 +100,7 @@ class Recovery:
         return made
 
     def _discard(self) -> None:
-        """Remove the checkpoints of steps that a rollback gave up."""
+        """Remove the checkpoints of steps that a rollback discarded."""
         self._store.settle()  # or one of them comes back later
         for step in self._store.steps():
             later = [nth for nth, one in enumerate(self.taken, 1) if step > one.to]

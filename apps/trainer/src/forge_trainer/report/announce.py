@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 def announcement(
     run: Run, changes: Sequence[Change], unused: Sequence[str] = (), planned: Sequence[str] = ()
 ) -> str:
-    """Parameters, tokens, FLOPs, optimizer, layout, place and where the run goes on from.
+    """Return the text of a start: parameters, tokens, FLOPs, optimizer, layout, place and first step.
 
     Args:
-        run: what is told.
-        changes: with which it goes on.
+        run: the run.
+        changes: changes of its configuration at this start.
         unused: see `Loaded.unused`.
-        planned: what the start is planned to need, in lines.
+        planned: lines about the planned needs of the start.
     """
     return "\n".join([*_lines(run, changes), *planned, *unused_lines(unused)]) + "\n"
 
 
 def unused_lines(unused: Sequence[str]) -> list[str]:
-    """Lines about keys of lower layers that another `type` drops."""
+    """Return lines about keys of lower layers that a different `type` makes useless."""
     return [f"  not used   {one}: of another type than the one that was chosen" for one in unused]
 
 
 def optimizer_line(job: Job, steps: int) -> str:
-    """One line: optimizer and schedule with their main settings."""
+    """Return a line with optimizer, schedule and their main settings."""
     optimizer, schedule = job.optimizer, job.schedule
     warmup = schedule.warmup(steps, job.step_tokens)
     unit = "step" if warmup == 1 else "steps"
@@ -88,7 +88,7 @@ def _lines(run: Run, changes: Sequence[Change]) -> Iterator[str]:
 
 
 def unbalanced(tree: Any) -> bool:
-    """Whether a router of softmax scores somewhere in the keys of a model has no balance loss."""
+    """Return whether the keys of a model contain a router of softmax scores without balance loss."""
     if isinstance(tree, list):
         return any(map(unbalanced, tree))
     if not isinstance(tree, dict):
@@ -102,17 +102,17 @@ def unbalanced(tree: Any) -> bool:
 
 
 def _parameters(run: Run, model: nn.Module) -> tuple[int, int, list[str]]:
-    """Parameters of the whole model, active parameters, and the parts that no source feeds."""
+    """Count parameters and active parameters of the whole model; list the parts that no source feeds."""
     total = sum(parameter.numel() for parameter in model.parameters())
     active = getattr(model, "active_parameters", lambda: total)
     return total, active(), unfed(model, run.job.data.sources)  # type: ignore[operator]
 
 
 def layers_in_8_bits(job: Job, model: nn.Module) -> list[str]:
-    """The names of the linear layers of a whole model that multiply in 8 bits.
+    """List the names of the linear layers of a whole model that multiply in 8 bits.
 
     Raises:
-        ParallelError: tensor parallelism would cut one to a size that such products do not take.
+        ParallelError: tensor parallelism would cut a layer to a size that such products do not support.
     """
     from forge_parallel.fp8 import eight_bit_layers
     from forge_parallel.plan import Plan

@@ -1,4 +1,4 @@
-"""Which curves of a run belong into one chart. Imports no torch."""
+"""Groups the curves of a run into charts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart.
+    """A chart of a report.
 
     Attributes:
-        title: what it shows, with its unit.
-        pattern: of the names of its series.
-        log: whether its values are drawn on a logarithmic scale at first.
-        more: whether it is shown on demand only.
+        title: title with the unit.
+        pattern: pattern of the names of its series.
+        log: whether the scale of the values is logarithmic at first.
+        more: whether the chart is shown on demand only.
     """
 
     title: str
@@ -54,7 +54,7 @@ HIDDEN = {"tokens", "time", "memory/retries"}
 
 
 def charts_of(names: Iterable[str]) -> list[tuple[Chart, list[str]]]:
-    """Charts with the names of their series; what no chart is for gets one by the first part of its name."""
+    """Return charts with the names of their series; other series get charts by the start of their name."""
     rest = [name for name in dict.fromkeys(names) if name not in HIDDEN]
     found: list[tuple[Chart, list[str]]] = []
     for chart in CHARTS:

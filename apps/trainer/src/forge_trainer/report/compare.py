@@ -1,4 +1,4 @@
-"""`forge compare`: runs as a table, the best first; repetitions with other seeds are one row."""
+"""`forge compare`: prints a table of runs, the best first; repetitions with other seeds share a row."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from forge_trainer.report.series import Series, read_metrics
 from forge_trainer.run_dir.files import RunFiles, write_whole
 
 ALWAYS = ("optimizer.type", "optimizer.lr")
-"""Keys that have a column also where all runs agree."""
+"""Keys that always have a column, even if all runs agree."""
 
 VALIDATION, LOSS, SPEED, TOKENS = "eval/loss", "loss", "tokens_per_s", "tokens"
 
 UNEVEN = 0.01
-"""Losses after numbers of tokens that differ by more than this are said not to compare."""
+"""The largest relative difference in tokens at which losses are comparable; above it there is a note."""
 
 WIDEST = 28
-"""Letters of a value in the terminal; the CSV has all."""
+"""The most letters of a value in the terminal; the CSV has all."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The compared numbers of one run; None where not measured.
+    """The compared numbers of one run; None if not measured.
 
     Attributes:
-        name: of the run.
+        name: name of the run.
         config: its configuration by key.
-        validation: the loss of the last evaluation in nats a token; NaN if it was not finite.
-        loss: the mean of the last tenth of what was logged while training and finite; NaN if none of the
-            last tenth was.
-        tokens: that were trained on when it was evaluated, or by now without an evaluation.
-        speed: tokens a second, the median of what was logged.
+        validation: loss of the last evaluation in nats a token; NaN if it was not finite.
+        loss: mean of the last tenth of the finite training losses in the log; NaN if the last tenth of the
+            log has no finite loss.
+        tokens: tokens trained on at the last evaluation, or up to now if there is no evaluation.
+        speed: median of the logged tokens a second.
     """
 
     name: str
@@ -61,33 +61,33 @@ class Row:
     """Runs with equal values in all compared columns.
 
     Attributes:
-        values: of the keys in columns.
-        runs: at least one.
+        values: values of the keys in columns.
+        runs: the runs, at least one.
     """
 
     values: Mapping[str, Any]
     runs: list[Measured] = field(default_factory=list)
 
     def numbers(self, name: str) -> list[float]:
-        """Of the runs that have it."""
+        """Return a number of all runs that have it."""
         return [value for run in self.runs if (value := getattr(run, name)) is not None]
 
     def mean(self, name: str) -> float | None:
-        """Over the runs that have it."""
+        """Return the mean of a number over the runs that have it."""
         found = self.numbers(name)
         return statistics.fmean(found) if found else None
 
     def deviation(self, name: str) -> float | None:
-        """The standard deviation of a sample; None of fewer than two runs."""
+        """Return the sample standard deviation of a number; None for fewer than two runs."""
         found = self.numbers(name)
         return statistics.stdev(found) if len(found) > 1 else None
 
 
 def compare_runs(options: argparse.Namespace) -> int:
-    """`forge compare`.
+    """Run `forge compare`.
 
     Raises:
-        ConfigError: what is named is no run, no run has a key, or the CSV cannot be written.
+        ConfigError: a folder is no run, no run has a key, or the CSV cannot be written.
     """
     paths = find_runs([Path(one) for one in options.runs])
     runs = [measured(name, path) for name, path in zip(names_of(paths), paths, strict=True)]
@@ -145,10 +145,10 @@ def _tokens_at(tokens: Series | None, step: int | None) -> float | None:
 
 
 def columns(runs: Sequence[Measured], by: Sequence[str]) -> list[str]:
-    """The keys that get a column: the given ones or all that differ but for seeds, after the fixed ones.
+    """Return the keys with a column: the keys of `by`, else `ALWAYS` and all that differ except seeds.
 
     Raises:
-        ConfigError: no run has a key that is given.
+        ConfigError: no run has a key of `by`.
     """
     known = {key for run in runs for key in run.config}
     for key in by:
@@ -166,9 +166,9 @@ def columns(runs: Sequence[Measured], by: Sequence[str]) -> list[str]:
 
 
 def grouped(runs: Sequence[Measured], keys: Sequence[str]) -> list[Row]:
-    """One row for all runs that agree in some keys; the least validation loss first, unknown ones last.
+    """Group runs that agree in `keys` into rows; the least validation loss first, unknown losses last.
 
-    Losses that are not finite come before those that are unknown.
+    Losses that are not finite come before unknown losses.
     """
     rows: dict[str, Row] = {}
     for run in runs:
@@ -185,7 +185,7 @@ def grouped(runs: Sequence[Measured], keys: Sequence[str]) -> list[Row]:
 
 
 def as_text(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[str]:
-    """The table of the terminal, and what is to be kept in mind when it is read."""
+    """Yield the lines of the table for the terminal, with notes on its limits."""
     several = any(len(row.runs) > 1 for row in rows)
     head = ["runs", *(["n"] if several else []), "validation", "loss", "tokens", "tokens/s", *_short(keys)]
     table = [head]
@@ -217,7 +217,7 @@ def as_text(rows: Sequence[Row], keys: Sequence[str]) -> Iterator[str]:
 
 
 def _short(keys: Sequence[str]) -> list[str]:
-    """The last parts of keys, as many as tell them apart."""
+    """Shorten keys to as many of their last parts as make them distinct."""
     found = []
     for key in keys:
         parts = key.split(".")
@@ -243,7 +243,7 @@ def _value(row: Row, key: str) -> str:
 
 
 def as_csv(rows: Sequence[Row], keys: Sequence[str]) -> str:
-    """The same table with all digits and all names, for programs; what is unknown is empty."""
+    """Return the table as CSV with all digits and names; unknown values are empty."""
     shown = ("validation", "loss", "tokens", "speed")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""What the files of a run say of it beside its metrics. Nothing of a run is imported, and no torch."""
+"""Reads facts about a run from its files, except metrics. Imports neither modules of the run nor torch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from forge_trainer.report.status import summary
 from forge_trainer.run_dir.files import RunFiles, read_history, read_lines
 
 PLACES = ("job.name", "job.root")
-"""Keys in which any two runs differ, and which change nothing of what is computed."""
+"""Keys in which any two runs differ, without influence on the computation."""
 
 SEEDS = ("job.seed", "data.seed")
-"""Keys in which runs that are repetitions of each other differ."""
+"""Keys in which repetitions of a run differ."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step.
+    """An event at a step.
 
     Attributes:
-        step: steps taken then.
-        kind: `start`, `change`, or that of an incident.
-        text: what happened.
+        step: steps taken before the event.
+        kind: `start`, `change`, or the kind of an incident.
+        text: description of the event.
     """
 
     step: int
@@ -41,10 +41,10 @@ class Mark:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
-    """The runs that are meant by folders of runs or of several runs, each once, as they were named.
+    """Find the runs in folders, each a run or a folder of runs; each run once, in the given order.
 
     Raises:
-        ConfigError: one is neither.
+        ConfigError: a folder is neither.
     """
     found: dict[Path, Path] = {}
     for folder in folders:
@@ -60,7 +60,7 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def names_of(runs: Sequence[Path]) -> list[str]:
-    """A name for each run: its folder, with as many parent folders as make names unique."""
+    """Return a name for each run: its folder, with as many parent folders as make names unique."""
     parts = [run.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(one[-depth:]) for one in parts]
@@ -70,17 +70,17 @@ def names_of(runs: Sequence[Path]) -> list[str]:
 
 
 def legible(name: str) -> str:
-    """A name of a file as text: bytes that are no UTF-8 are question marks."""
+    """Return the name of a file as text; bytes that are no UTF-8 become question marks."""
     return name.encode(errors="replace").decode()
 
 
 def config_of(run: Path) -> dict[str, Any]:
-    """The configuration of a run by key, with dots between; items of lists are keys too, from 0.
+    """Read the configuration of a run by dotted keys; items of lists have keys, too, from 0.
 
-    Of a key that was changed while the run lasted, the value lists all values, and the step of each change.
+    If a key was changed during the run, its value lists all values with the step of each change.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the configuration cannot be read.
     """
     try:
         tree = tomllib.loads(RunFiles(run).config.read_text())
@@ -107,7 +107,7 @@ def _flat(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys in which configurations differ, those of places left out, in the order of the files."""
+    """Return the keys in which configurations differ, without `PLACES`, in the order of the files."""
     keys = dict.fromkeys(key for config in configs for key in config)
     return [
         key
@@ -117,7 +117,7 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def marks_of(run: Path) -> list[Mark]:
-    """What happened in a run: its starts, its incidents, the keys that were changed; by step."""
+    """Return the events of a run: starts, incidents and changed keys, by step."""
     found: list[Mark] = []
     for before, line in pairwise(read_ledger(run)):
         if line.stretch != before.stretch:
@@ -136,7 +136,7 @@ def marks_of(run: Path) -> list[Mark]:
 
 
 def checkpoints_of(run: Path) -> list[tuple[int, Path]]:
-    """The checkpoints of a run: step and folder."""
+    """Return step and folder of each checkpoint of a run."""
     store = Store(RunFiles(run).checkpoints)
     try:
         return [(step, store.folder(step)) for step in store.steps()]
@@ -145,7 +145,7 @@ def checkpoints_of(run: Path) -> list[tuple[int, Path]]:
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """An object in a file; empty where there is none."""
+    """Read a JSON object from a file; empty if there is none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""`forge report`: one HTML file of one run or several, which needs no network."""
+"""`forge report`: writes one HTML file about one or several runs, which needs no network."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from forge_trainer.report.series import Series, read_metrics, thinned
 from forge_trainer.run_dir.files import RunFiles, now, steps_of, write_whole
 
 POINTS, LEAST, MOST = 200_000, 60, 4_000
-"""Points of all curves together; of one, at least and at most."""
+"""The number of points of all curves together; the least and the most points of one curve."""
 
 AXIS_POINTS = 500
-"""Of the tokens and hours at a step."""
+"""The number of points that map steps to tokens and hours."""
 
 MARKS = 200
-"""Marks of a run that are shown: the last ones."""
+"""The number of marks of a run that are shown, the last ones."""
 
 
 def write_report(options: argparse.Namespace) -> int:
-    """`forge report`.
+    """Run `forge report`.
 
     Raises:
-        ConfigError: what is named is no run; or the page cannot be written.
+        ConfigError: a folder is no run, or the page cannot be written.
     """
     folders = [Path(one) for one in options.runs]
     runs = find_runs(folders)
@@ -64,16 +64,16 @@ def write_report(options: argparse.Namespace) -> int:
 
 
 def _place(folders: Sequence[Path]) -> Path:
-    """In the folder if there is one, else in the current one."""
+    """Return the path of the report: in the folder if there is only one, else in the current folder."""
     return (folders[0] if len(folders) == 1 else Path()) / "report.html"
 
 
 def page(runs: Sequence[Path], folder: Path) -> str:
-    """The page.
+    """Return the HTML of the page.
 
     Args:
-        runs: their folders.
-        folder: where the page will lie; links count from there.
+        runs: folders of the runs.
+        folder: folder of the page, to which links are relative.
 
     Raises:
         ConfigError: the configuration of a run cannot be read.
@@ -140,7 +140,7 @@ def _run(name: str, run: Path, metrics: Mapping[str, Series], folder: Path) -> d
 
 
 def _is_shown(name: str) -> bool:
-    """Whether the last value of a series stands in the table."""
+    """Return whether the table shows the last value of a series."""
     return name.startswith("eval/") or name in (
         "loss",
         "tokens",
@@ -152,7 +152,7 @@ def _is_shown(name: str) -> bool:
 
 
 def _axes(metrics: Mapping[str, Series]) -> dict[str, list[float]]:
-    """Tokens and hours at some steps, between which the page draws straight lines."""
+    """Return tokens and hours at some steps, between which the page interpolates linearly."""
     tokens, times = metrics.get("tokens"), metrics.get("time")
     if tokens is None:
         return {}
@@ -170,7 +170,7 @@ def _axes(metrics: Mapping[str, Series]) -> dict[str, list[float]]:
 
 
 def _charts(metrics: Sequence[Mapping[str, Series]]) -> list[dict[str, Any]]:
-    """The charts of all runs, their curves thinned out so that the page stays small."""
+    """Return the charts of all runs, with thinned curves so that the page stays small."""
     grouped = charts_of(name for one in metrics for name in one)
     curves = sum(name in one for one in metrics for _, names in grouped for name in names)
     most = min(MOST, max(LEAST, POINTS // max(1, curves)))
@@ -199,7 +199,7 @@ def _curve(series: Series, most: int) -> dict[str, list[Any]]:
 
 
 def _rounded(value: float) -> float | int | None:
-    """Six digits are more than a screen shows; what is not finite is a gap."""
+    """Round to six digits, more than a screen shows; a value that is not finite becomes a gap."""
     if not math.isfinite(value):
         return None
     short = float(f"{value:.6g}")
@@ -207,7 +207,7 @@ def _rounded(value: float) -> float | int | None:
 
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """A row for each key in which runs differ: its name, and the value in each."""
+    """Return a row for each key in which runs differ: its name, and its value in each run."""
     return [
         [key, *("" if (value := config.get(key)) is None else str(value) for config in configs)]
         for key in differing(configs)
@@ -215,7 +215,7 @@ def _differences(configs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _plan(plan: Mapping[str, Any], metrics: Mapping[str, Series]) -> list[list[Any]]:
-    """Rows of planned values, with the measured value where a metric has the name."""
+    """Return rows of planned values, with the measured value if a metric has the same name."""
     rows: list[list[Any]] = []
 
     def add(prefix: str, value: Any) -> None:

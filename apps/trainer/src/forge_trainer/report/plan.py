@@ -1,4 +1,4 @@
-"""How a run trains: which parameters by which rule, and how fast when. Builds the model without values."""
+"""Lists how each parameter trains: its rule and learning rates. Builds the model without values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from forge_trainer.schedule.draw import draw
 
 
 def plan_lines(job: Job, unused: Sequence[str] = ()) -> Iterator[str]:
-    """What `forge plan` and `forge status --parameters` print: every parameter is in exactly one line.
+    """Yield the lines of `forge plan` and `forge status --parameters`; each parameter is in exactly one line.
 
     Args:
-        job: what would run.
+        job: the configuration.
         unused: see `Loaded.unused`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Several runs at a glance, and the pictures and sums that `forge status` prints. Imports no torch."""
+"""Lists several runs, and makes the pictures and sums that `forge status` prints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
 TAIL_BYTES = 1 << 16
 MORE_BYTES = 1 << 23
-"""The end of `metrics.jsonl` that the listing looks at, so that it stays fast; the second where that has no
-evaluation."""
+"""Bytes at the end of `metrics.jsonl` that the listing reads, so that it stays fast; `MORE_BYTES` if
+`TAIL_BYTES` contain no evaluation."""
 
 
 def runs_in(directory: Path) -> list[Path]:
-    """The runs in a folder that is none itself, by name; empty for a run."""
+    """Return the runs in a folder, by name; empty if the folder is a run itself."""
     if RunFiles(directory).config.exists() or not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if RunFiles(path).config.exists())
 
 
 def listing(runs: Sequence[Path]) -> Iterator[str]:
-    """One line a run: name, steps, training loss, validation loss, state."""
+    """Yield one line for each run: name, steps, training loss, validation loss, state."""
     rows = [("run", "step", "loss", "validation", "state"), *(_row(run) for run in runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for name, step, loss, validation, state in rows:
@@ -57,7 +57,7 @@ def _number(loss: object) -> str:
 
 
 def state_of(run: Path) -> str:
-    """The state of a run, or how it ended."""
+    """Return the state of a run, or how it ended."""
     steps, until = Store(RunFiles(run).checkpoints).steps(), steps_of(run)
     return _state(run, until is not None and bool(steps) and steps[-1] >= until)
 
@@ -74,7 +74,7 @@ def _state(run: Path, complete: bool) -> str:
 
 
 def _last_records(metrics: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """The last whole records of training and of an evaluation, from the end of the file."""
+    """Return the last complete records of training and of an evaluation, from the end of the file."""
     trained: dict[str, float] = {}
     evaluated: dict[str, float] = {}
     for most in (TAIL_BYTES, MORE_BYTES):
@@ -95,7 +95,7 @@ def _last_records(metrics: Path) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _tail(metrics: Path, most: int) -> tuple[list[bytes], bool]:
-    """The last lines of a file, and whether these are all."""
+    """Return the last lines of a file, and whether they are all lines."""
     try:
         with metrics.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -106,7 +106,7 @@ def _tail(metrics: Path, most: int) -> tuple[list[bytes], bool]:
 
 
 def curve(points: Sequence[tuple[int, float]]) -> Iterator[str]:
-    """A loss curve of one line: steps from left to right, means of equal numbers of points; none of few."""
+    """Draw a loss curve in one line, as means of equal numbers of points; nothing for fewer than 8 points."""
     if len(points) < 8:
         return
     columns = min(WIDTH, len(points))
@@ -121,7 +121,7 @@ def curve(points: Sequence[tuple[int, float]]) -> Iterator[str]:
 
 
 def goodput_line(goodput: Goodput) -> str:
-    """The effective training time ratio, and where the rest went."""
+    """Return a line with the effective training time ratio, and where the rest of the time went."""
     rest = [
         f"{name} {seconds / goodput.wall_s:.1%}"
         for name, seconds in goodput.seconds.items()

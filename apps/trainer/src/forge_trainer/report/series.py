@@ -1,4 +1,4 @@
-"""What a run has measured, as one series a name; read once, line by line. Imports no torch."""
+"""Reads the metrics of a run as one series for each name, line by line. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ NOT_MEASURED = {"step"}
 """Keys of a record that are no series."""
 
 LARGEST = 10**308
-"""Larger integers are no floats."""
+"""Larger integers cannot be converted to floats."""
 
 PER_BUCKET = 4
-"""Points that stay of a stretch of a series: the first, the least, the greatest and the last."""
+"""Points that remain of a stretch of a series: the first, the least, the greatest and the last."""
 
 
 @dataclass
 class Series:
-    """One number over the steps of a run; NaN where it was not finite.
+    """One number over the steps of a run; NaN if it was not finite.
 
     Attributes:
-        steps: rising.
-        values: as many.
+        steps: steps, rising.
+        values: a value for each step.
     """
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Add a point; one of the same step takes the place of that before."""
+        """Add a point; it replaces a previous point of the same step."""
         if value.__class__ is int and abs(value) > LARGEST:
             value = math.inf
         if self.steps and self.steps[-1] == step:
@@ -61,12 +61,12 @@ class Series:
 def read_metrics(path: Path, names: set[str] | None = None) -> dict[str, Series]:
     """Read all series of `metrics.jsonl`, or only `names`; empty if there is no such file.
 
-    A line that is damaged or cut off is passed over. Where steps go back, because a run was continued from an
-    earlier checkpoint, the later lines count, and those of the steps that were given up do not.
+    Damaged or incomplete lines are skipped. If steps go back, because the run continued from an earlier
+    checkpoint, the later lines replace the lines of the discarded steps.
 
     Args:
-        path: of the file.
-        names: which to keep; None keeps all.
+        path: path of the file.
+        names: names of the series to keep; None keeps all.
     """
     found: dict[str, Series] = {}
     reached = -1
@@ -108,11 +108,11 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:
-    """The places of points that show the same curve: no peak and no dip is lost, nor the first or last point.
+    """Select points that show the same curve: all peaks and dips remain, and the first and last point.
 
     Args:
-        values: of a series; NaN breaks the curve, and of each stretch one stays.
-        most: so many points at most, 8 or more.
+        values: values of a series; NaN breaks the curve, and one NaN remains of each stretch.
+        most: largest number of points, 8 or more.
     """
     count = len(values)
     if count <= most:

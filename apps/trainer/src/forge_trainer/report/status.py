@@ -1,4 +1,4 @@
-"""How far a run has come, from its files alone."""
+"""`forge status`: shows the progress of a run from its files alone."""
 
 import argparse
 import sys
@@ -30,18 +30,19 @@ from forge_trainer.slurm.futile import FUTILE, crash_loop, futile_starts
 from forge_trainer.track.console import duration
 
 SAME_AGAIN = {ExitCode.CONFIG, ExitCode.NOT_FINITE, ExitCode.DIVERGED}
-"""After these a new start ends as the last one did."""
+"""Exit codes after which a new start would end in the same way."""
 
 INCIDENTS = 5
-"""So many of the last ones are told."""
+"""The number of incidents that are shown, the last ones."""
 
 
 def show_status(options: argparse.Namespace) -> int:
-    """`forge status`: steps, last numbers, checkpoints, how it ended and what the next start will do.
+    """Run `forge status`: print steps, numbers, checkpoints, how the run ended and what the next start does.
+
+    With `--parameters` it prints how each parameter is trained instead, and imports modules of the run.
 
     Returns:
-        0; with `--exit-code` the exit code of the last start, 1 if that was killed or still runs. With
-        `--parameters` it says how each parameter is trained instead; only that imports what the run imports.
+        0; with `--exit-code` the exit code of the last start, or 1 if it was killed or still runs.
     """
     directory = Path(options.directory)
     if not options.exit_code and not options.parameters and (runs := runs_in(directory)):
@@ -97,7 +98,7 @@ def _lines(directory: Path) -> Iterator[str]:
 
 
 def _dead_experts(logged: dict[str, Any]) -> Iterator[str]:
-    """Layers with experts that no token chose in the step that was logged last, at most three by name."""
+    """Name layers with experts that no token chose in the last logged step, at most three."""
     end = "/dead_experts"
     dead = {
         key.removesuffix(end): int(value)
@@ -111,7 +112,7 @@ def _dead_experts(logged: dict[str, Any]) -> Iterator[str]:
 
 
 def _batch(run: Outline) -> str:
-    """The batch of a step, in words."""
+    """Describe the batch of a step in words."""
     train, max_tokens = run.train, run.max_tokens
     if max_tokens is None or not train.sequences(max_tokens):
         return f"{train.global_batch_tokens or '?'} tokens"
@@ -120,7 +121,7 @@ def _batch(run: Outline) -> str:
 
 
 def _last_step(directory: Path, steps: int) -> int:
-    """The step a run is complete at: an earlier one where it ended with its data."""
+    """Return the step at which a run is complete; an earlier one if it ended with its data."""
     ended = read_ended(directory) or {}
     step = ended.get("step")
     return min(steps, step) if ended.get("code") == ExitCode.DONE and isinstance(step, int) else steps
@@ -156,7 +157,7 @@ def _state(directory: Path, steps: list[int], until: int, lost: bool) -> Iterato
 
 
 def _verdict(folder: Path) -> str:
-    """The first line of a hang's report; empty without one."""
+    """Return the first line of the report of a hang; empty without a report."""
     try:
         return next(iter((folder / VERDICT).read_text(errors="replace").splitlines()), "")
     except OSError:
@@ -164,7 +165,7 @@ def _verdict(folder: Path) -> str:
 
 
 def summary(incident: Mapping[str, Any]) -> str:
-    """An incident in words."""
+    """Describe an incident in words."""
     if incident["kind"] == "rollback":
         data = " without their data" if incident.get("skip") else ""
         first, end = incident.get("first"), incident.get("end")
@@ -178,7 +179,7 @@ def summary(incident: Mapping[str, Any]) -> str:
 
 
 def _number(record: Mapping[str, Any], key: str, form: str = ".4f") -> str:
-    """A rounded number; null in the file stands for a number that was not finite."""
+    """Format a number; null in the file stands for a number that was not finite."""
     value = record.get(key)
     return format(value, form) if isinstance(value, int | float) else "not finite"
 

@@ -1,4 +1,4 @@
-"""One start of a run: it alone writes to the run directory, and it leaves there how it ended."""
+"""Reserves the run directory for one start of a run, and records there how the start ended."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 def require_free(job: Job) -> None:
-    """Refuse early if a living process of this machine writes to the run; changes nothing.
+    """Raise an error early if a living process of this machine writes to the run; change nothing.
 
     Raises:
-        LockedError: one does.
+        LockedError: such a process exists.
     """
     folder = RunFiles(job.job.directory).lease
     holder = read_holder(folder)
@@ -49,15 +49,15 @@ def require_free(job: Job) -> None:
 
 
 class Claim:
-    """The run directory in the hands of this start.
+    """The right of this start to write to the run directory.
 
     Args:
-        loaded: the job.
-        change: keys that may change as a recorded event may do so.
+        loaded: the configuration.
+        change: whether keys that may change as a recorded event may differ from those of the run.
 
     Attributes:
-        changes: what this start changes in the run, known while it is held.
-        progress: of the run, once it is built; how far a start came that ends by an error.
+        changes: the keys that this start changes in the run; set by `hold`.
+        progress: progress of the run, set once it is built; gives the last step of a start that fails.
     """
 
     def __init__(self, loaded: Loaded[Job], change: bool = False) -> None:
@@ -74,13 +74,13 @@ class Claim:
 
     @contextmanager
     def hold(self, group: ProcessGroup | None) -> Iterator[int]:
-        """Be the only one who writes to the run directory; gives the number of the lease. Collective.
+        """Hold the lease of the run directory; yield the number of the lease. Collective.
 
-        The first rank takes the lease; the others hear of it before they touch anything.
+        The first rank takes the lease; the others learn the result before they write anything.
 
         Raises:
-            LockedError: on every rank, when another process holds the lease.
-            ConfigError: on every rank, when the run meanwhile has a configuration that this one does not fit.
+            LockedError: another process holds the lease; raised on every rank.
+            ConfigError: the run meanwhile has a configuration that this one does not fit; on every rank.
         """
         try:
             error, self._epoch, self.changes = from_first(self._take, group)
@@ -123,7 +123,7 @@ class Claim:
             self._lease.release()
 
     def ended(self, code: ExitCode, reason: str, step: int | None = None, hosts: Sequence[str] = ()) -> None:
-        """Remember how this start ends and which hosts are to blame, for `exit.json`; the first counts."""
+        """Remember for `exit.json` how this start ends and which hosts caused it; the first call counts."""
         who = Holder.me()
         if step is None and self.progress is not None:
             step = self.progress.step
@@ -140,21 +140,21 @@ class Claim:
         }
 
     def end_at_once(self, found: Finding) -> None:
-        """Write down that this start hangs and let the run go, from any thread: the process will end now."""
+        """Record that this start hangs and release the run, from any thread; the process is about to end."""
         self.ended(ExitCode.HUNG, found.why, hosts=found.hosts)
         self._give_back()
 
     def is_held(self) -> bool:
-        """Whether no other process took the run over."""
+        """Return whether no other process took the run over."""
         if self._lease is not None:
             return self._lease.is_held()
         return newest_epoch(self._files.lease) == self._epoch
 
     def begin(self, step: int) -> None:
-        """Make this configuration that of the run. History first: a crash in between repeats, not loses.
+        """Write this configuration into the run directory; the history first, so that a crash loses nothing.
 
         Raises:
-            CheckpointError: the disk does not take it.
+            CheckpointError: the files cannot be written.
         """
         try:
             found = json.dumps(environment(self._beside), indent=2)
@@ -168,7 +168,7 @@ class Claim:
 
 
 class FirstStep(Hook):
-    """A hook for the first rank: the run exists, with this configuration, once it took a step."""
+    """A hook for the first rank that writes the configuration of the run after its first step."""
 
     def __init__(self, claim: Claim) -> None:
         self._claim: Claim | None = claim
@@ -181,7 +181,7 @@ class FirstStep(Hook):
 
 
 def code_of(error: BaseException) -> ExitCode:
-    """The exit code of a start that ends by an error."""
+    """Return the exit code of a start that ends by an error."""
     if isinstance(error, FailedElsewhere):
         return error.code
     if isinstance(error, Stopped):

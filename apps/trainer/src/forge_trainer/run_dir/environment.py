@@ -1,4 +1,4 @@
-"""Records the environment of a start, to reproduce it: versions, commit, hardware."""
+"""Records the environment of a start, so that it can be reproduced: versions, commit, hardware."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 FILE = "environment.json"
-"""Where a run directory keeps it."""
+"""The file of the environment in a run directory."""
 
 
 VARIABLES = (
@@ -54,14 +54,14 @@ VARIABLES = (
     "SLURM_RESTART_COUNT",
     "WORLD_SIZE",
 )
-"""The variables that are kept. A prefix would not do: `SLURM_JWT` is a key to the whole account."""
+"""The recorded variables. A prefix would not do: `SLURM_JWT` is a key to the whole account."""
 
 
 def environment(beside: Path) -> dict[str, object]:
-    """Machine, commit, versions, the command, the allocation.
+    """Return machine, commit, versions, command and allocation of this process.
 
     Args:
-        beside: the folder of the configuration, where modules that it imports may lie.
+        beside: the folder of the configuration; modules that it imports may lie there.
     """
     return {
         "command": sys.argv,
@@ -78,7 +78,7 @@ def environment(beside: Path) -> dict[str, object]:
 
 
 def recorded_folder(directory: Path, key: str) -> Path | None:
-    """A folder that a run was last started with, by its key in `environment.json`; None if it is not here."""
+    """Return a folder that `environment.json` of a run names under `key`; None if it does not exist here."""
     try:
         folder = Path(json.loads((directory / FILE).read_text())[key])
     except (OSError, ValueError, TypeError, KeyError):

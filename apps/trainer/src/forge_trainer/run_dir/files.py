@@ -1,21 +1,21 @@
-"""The directory of a run: what lies where, and whether the run may go on with a given job.
+"""The files in the directory of a run, and whether the run may continue with a given configuration.
 
 config.toml       the resolved job; there once the run has taken a step
-environment.json  on what it was last started, and from which folder; for its user only
+environment.json  machine, versions and folder of the last start; readable by its user only
 history.jsonl     each change of a key that may change as a recorded event: step, key, old, new, when
 incidents.jsonl   what went wrong and what was done: rollbacks, steps repeated, copies that differed
 ledger.jsonl      where the time of each start went
-metrics.jsonl     what was measured
+metrics.jsonl     the metrics
 experts.jsonl     tokens of each expert, by the hook expert-load
 checkpoints/      see forge_ckpt.store
 lease/            who writes here, see forge_ckpt.lease
 exit.json         how the last start ended
 profile/          traces, summaries and snapshots of memory, by the hook profile
-report.html       what `forge report` made of it
-plan.json         what a start was planned to need, where its GPU is known
+report.html       the output of `forge report`
+plan.json         the planned memory of a start, if its GPU is known
 hang/             which rank hung in the last start, stacks and collectives of all ranks
-hang-before/      what lay in hang/ when it started
-starts.jsonl      how each start in a job of SLURM ended, by its batch script
+hang-before/      the content of hang/ when the last start began
+starts.jsonl      how each start in a job of SLURM ended, written by the batch script
 PROGRESS          the highest step ever saved; also in checkpoints/, and in .progress/ beside the runs, so
                   that a disk that is missing is not taken for a new run
 """
@@ -38,7 +38,7 @@ from forge_trainer.run_dir.environment import FILE, recorded_folder
 
 
 class RunFiles:
-    """The names in a run directory."""
+    """The paths of the files in a run directory."""
 
     def __init__(self, directory: Path) -> None:
         self.config = directory / "config.toml"
@@ -59,15 +59,15 @@ class RunFiles:
 
 
 def read_job(directory: Path, overrides: Sequence[str] = ()) -> Job:
-    """The job of a run, its name and root being where the directory lies now; imports what the run imports.
+    """Read the job of a run; `job.root` and `job.name` follow the directory; import the run's modules.
 
     Args:
-        directory: of the run.
-        overrides: texts such as `--mesh.tp=2`, in place of what the run had.
+        directory: the run directory.
+        overrides: texts such as `--mesh.tp=2` that replace values of the run.
 
     Raises:
-        ConfigError: there is no run that has taken a step, its `config.toml` cannot be used, or it is of
-            somebody else and would have code executed.
+        ConfigError: there is no run that has taken a step, its `config.toml` cannot be used, or it belongs to
+            another user and would import code.
     """
     require_trust(directory)
     job = load_job(_config_of(directory), overrides).value
@@ -77,10 +77,10 @@ def read_job(directory: Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def require_trust(directory: Path) -> None:
-    """See that no code of other users is executed unless `FORGE_TRUST=1` allows it.
+    """Refuse to import code that another user's run names, unless `FORGE_TRUST=1` allows it.
 
     Raises:
-        ConfigError: the configuration of a run is of another user, and names modules to be imported.
+        ConfigError: the run belongs to another user, and its configuration names modules to import.
     """
     owner = _config_of(directory).stat().st_uid
     code = read_outline(directory).code
@@ -92,13 +92,13 @@ def require_trust(directory: Path) -> None:
 
 
 class Outline(Config):
-    """The configuration of a run as far as it can be read without importing plugs.
+    """The part of a run's configuration that can be read without importing plugs.
 
     Attributes:
-        train: how long and in what portions it trains.
-        data: its section, not decoded.
+        train: the section `[train]`.
+        data: the section `[data]`, not decoded.
         imports: modules that the run imports.
-        hooks: its section, not decoded.
+        hooks: the section `[hooks]`, not decoded.
     """
 
     train: TrainConfig
@@ -108,19 +108,19 @@ class Outline(Config):
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens of a sequence, if the file says it."""
+        """Tokens of a sequence; None if the file does not give them."""
         tokens = self.data.get("max_tokens")
         return tokens if isinstance(tokens, int) and tokens > 0 else None
 
     @property
     def code(self) -> list[str]:
-        """What the run would execute: modules that it imports, and classes of hooks by their path."""
+        """The code that the run would execute: modules that it imports, and paths of hook classes."""
         hooks = [hook.get("path") for hook in self.hooks.values() if isinstance(hook, dict)]
         return [*self.imports, *(path for path in hooks if isinstance(path, str))]
 
 
 def read_outline(directory: Path) -> Outline:
-    """The outline of a run, from the text of its configuration alone.
+    """Read the outline of a run from the text of its configuration alone.
 
     Raises:
         ConfigError: there is no run that has taken a step, or its `config.toml` cannot be used.
@@ -136,7 +136,7 @@ def _config_of(directory: Path) -> Path:
 
 
 def steps_of(directory: Path) -> int | None:
-    """How many steps a run is to take; None where there is no run yet, or it cannot be read."""
+    """Return how many steps a run is to take; None if there is no run yet, or it cannot be read."""
     try:
         return read_outline(directory).train.steps
     except ConfigError:
@@ -144,19 +144,19 @@ def steps_of(directory: Path) -> int | None:
 
 
 def started_in(directory: Path) -> Path:
-    """The folder that relative paths and imports of a run count from: that of its start, if it is here."""
+    """Return the base of a run's relative paths and imports: the folder of its last start, if it is here."""
     return recorded_folder(directory, "folder") or Path.cwd()
 
 
 def recorded_changes(job: Job, allowed: bool) -> list[Change]:
-    """The keys in which a job differs from the run that it continues, but for freely changeable ones.
+    """Return the keys in which a job differs from the run that it continues; free keys are left out.
 
     Args:
-        job: the new one.
-        allowed: keys that may change as a recorded event may do so.
+        job: the new configuration.
+        allowed: whether keys that may change as a recorded event may differ.
 
     Raises:
-        ConfigError: it would train something else; lists each key with both values.
+        ConfigError: a key differs that may not; lists each such key with both values.
     """
     path = RunFiles(job.job.directory).config
     if not path.exists():
@@ -178,12 +178,12 @@ def _line(judged: Judged) -> str:
 
 
 def write_config(job: Job, imports: Sequence[str]) -> None:
-    """Write `config.toml`, whole or not at all."""
+    """Write `config.toml` atomically."""
     write_whole(RunFiles(job.job.directory).config, to_toml(job, imports=imports))
 
 
 def append_history(directory: Path, step: int, changes: Sequence[Change]) -> None:
-    """Add changes to `history.jsonl`; what is its last line for a key already is not added again."""
+    """Add changes to `history.jsonl`; a change that equals the last line for its key is not added again."""
     path = RunFiles(directory).history
     known = {event["key"]: event | {"when": ""} for event in read_history(directory)}
     events = [{"step": step, "key": key, "old": old, "new": new, "when": ""} for key, old, new in changes]
@@ -195,7 +195,7 @@ def append_history(directory: Path, step: int, changes: Sequence[Change]) -> Non
 
 
 def read_ended(directory: Path) -> dict[str, Any] | None:
-    """What `exit.json` says; None while the run is on, or when it was killed."""
+    """Read `exit.json`; None while the run goes on, or if it was killed."""
     try:
         ended = json.loads(RunFiles(directory).exit.read_text())
     except (OSError, ValueError):
@@ -204,14 +204,14 @@ def read_ended(directory: Path) -> dict[str, Any] | None:
 
 
 def read_history(directory: Path) -> list[dict[str, Any]]:
-    """The events of `history.jsonl`, oldest first; a line that cannot be read is left out."""
+    """Read the events of `history.jsonl`, oldest first; unreadable lines are left out."""
     return [
         event for event in read_lines(RunFiles(directory).history, "key") if isinstance(event["key"], str)
     ]
 
 
 def read_lines(path: Path, key: str) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines that hold `key`; damaged lines, and a file, are left out."""
+    """Read the objects of a JSON Lines file that contain `key`; skip damaged lines or an unreadable file."""
     try:
         with path.open("rb") as file:
             return [entry for line in file if (entry := parse_line(line)) is not None and key in entry]
@@ -220,7 +220,7 @@ def read_lines(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The object in a whole line of JSON, None if it is none."""
+    """Return the object in a complete line of JSON; None if the line is incomplete or no object."""
     try:
         entry = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
@@ -229,7 +229,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def write_whole(path: Path, text: str, mode: int | None = None) -> None:
-    """Write a file that appears whole or not at all; with a mode, nobody else ever opens it with another."""
+    """Write a file atomically; with `mode`, the file has this mode from its first moment on."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if mode is not None:

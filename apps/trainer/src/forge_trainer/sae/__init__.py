@@ -1,1 +1,1 @@
-"""Training of sparse autoencoders: `forge sae train`."""
+"""Trains sparse autoencoders: `forge sae train`."""

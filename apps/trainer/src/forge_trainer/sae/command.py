@@ -1,4 +1,4 @@
-"""`forge sae train FILE`: train a sparse autoencoder or a transcoder, or go on with one."""
+"""`forge sae train FILE`: trains a sparse autoencoder or a transcoder, or continues its training."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from forge_trainer.sae.config import SAEJob, SourceConfig
 
 
 def train(options: argparse.Namespace, overrides: Sequence[str]) -> ExitCode:
-    """Train as a file says, on all ranks that torchrun started, and say where the result is.
+    """Train by a configuration file on all ranks of torchrun, and print the folder of the result.
 
     Raises:
-        ConfigError: the file is wrong, or what it names is not there or does not fit.
+        ConfigError: the file is wrong, or an input that it names is missing or does not fit.
     """
     job: Any = load(SAEJob, options.config, overrides).value
     import torch
@@ -62,7 +62,7 @@ def train(options: argparse.Namespace, overrides: Sequence[str]) -> ExitCode:
 
 
 def _rows(source: SourceConfig) -> tuple[Any, int, int]:
-    """The rows of a source, and how many numbers one has, of the input and of the target."""
+    """Return the rows of a source, and the widths of a row of the input and of the target."""
     from forge_interp import ActivationStore
     from forge_interp.sae import ModelRows, StoreRows
 

@@ -14,20 +14,20 @@ NotNegative = Annotated[float, Meta(ge=0)]
 
 
 class SourceConfig(Config):
-    """Where activations come from: a folder of extracted ones, or a run whose model computes them.
+    """The source of activations: a store of extracted activations, or a run whose model computes them.
 
     Attributes:
-        site: whose values are encoded, such as `layers.1:out`.
-        target: of a transcoder, the site that it makes.
-        store: a folder that `extract_representations` or a hook `record` wrote.
-        window_rows: of a store, that are in memory at a time.
-        block_rows: of a store, neighbours that are read together.
-        run: a run directory, or a folder of a Hugging Face model; the text is that of its training.
-        step: of the checkpoint; the newest if absent.
-        samples: sequences of text of a run, from the first of its order.
-        samples_per_window: sequences whose rows are in memory at a time.
-        batch_size: sequences in a forward pass.
-        seed: of the order.
+        site: site whose values are encoded, such as `layers.1:out`.
+        target: site that a transcoder predicts.
+        store: folder written by `extract_representations` or a hook `record`.
+        window_rows: rows of a store in memory at a time.
+        block_rows: neighbouring rows of a store that are read together.
+        run: a run directory, or the folder of a Hugging Face model; the text is its training text.
+        step: step of the checkpoint; default the newest.
+        samples: number of sequences of text of a run, from the first in its order.
+        samples_per_window: number of sequences whose rows are in memory at a time.
+        batch_size: number of sequences in a forward pass.
+        seed: seed of the order.
     """
 
     site: str
@@ -55,15 +55,15 @@ class SourceConfig(Config):
 
 
 class AutoencoderConfig(Config):
-    """The autoencoder; a transcoder where the source has a target. See `forge_interp.sae.SAEConfig`.
+    """The autoencoder; a transcoder if the source has a target. See `forge_interp.sae.SAEConfig`.
 
     Attributes:
-        d_sae: features.
-        activation: how they are made.
-        k: active features: of a row (topk), on average (batch_topk).
+        d_sae: number of features.
+        activation: activation function of the features.
+        k: number of active features: of each row (topk), or on average (batch_topk).
         skip: whether a transcoder adds a linear map of its input.
-        apply_b_dec_to_input: default: true but for a transcoder.
-        rescale_acts_by_decoder_norm: default: true for topk and batch_topk.
+        apply_b_dec_to_input: see `SAEConfig`; default true except for a transcoder.
+        rescale_acts_by_decoder_norm: see `SAEConfig`; default true for topk and batch_topk.
     """
 
     d_sae: Count
@@ -75,7 +75,7 @@ class AutoencoderConfig(Config):
 
     @property
     def is_topk(self) -> bool:
-        """Whether there is a k."""
+        """Whether the activation needs k."""
         return self.activation in ("topk", "batch_topk")
 
     def contradictions(self) -> Iterator[str]:
@@ -91,10 +91,10 @@ class PenaltyConfig(Config):
     """The sparsity penalty. See `forge_interp.sae.activations.Penalty`.
 
     Attributes:
-        coefficient: of the L1 (relu, gated) or L0 (jumprelu) penalty.
-        bandwidth: of the straight-through estimator of jumprelu.
-        pre_act: pulls dead features of jumprelu up.
-        auxiliary: of the loss of dead features (topk, batch_topk).
+        coefficient: coefficient of the L1 (relu, gated) or L0 (jumprelu) penalty.
+        bandwidth: bandwidth of the straight-through estimator of jumprelu.
+        pre_act: coefficient of the loss that revives dead features of jumprelu.
+        auxiliary: coefficient of the loss of dead features (topk, batch_topk).
     """
 
     coefficient: NotNegative = 1.0
@@ -107,20 +107,20 @@ class TrainConfig(Config):
     """How to train. See `forge_interp.sae.SAETraining`.
 
     Attributes:
-        steps: of Adam.
-        batch_rows: over all ranks.
-        lr: the peak learning rate.
-        betas: of Adam.
-        lr_warmup_steps: over which it rises from 0.
-        lr_decay_steps: at the end, over which it falls towards 0.
-        penalty: what keeps features few.
-        sparsity_warmup_steps: over which the coefficient of the penalty rises from 0.
-        dead_after_steps: a feature that was not active in as many steps is dead.
-        unit_decoder: keep decoder rows at norm 1.
-        scale_input: train on inputs scaled to a mean norm of sqrt(d_in).
-        save_every: steps.
-        log_every: steps.
-        seed: of initial weights and the order.
+        steps: number of steps of Adam.
+        batch_rows: rows of a batch over all ranks.
+        lr: peak learning rate.
+        betas: decay rates of the moments of Adam.
+        lr_warmup_steps: steps over which the learning rate rises from 0.
+        lr_decay_steps: steps at the end over which the learning rate falls towards 0.
+        penalty: the sparsity penalty.
+        sparsity_warmup_steps: steps over which the coefficient of the penalty rises from 0.
+        dead_after_steps: number of steps without activity after which a feature is dead.
+        unit_decoder: whether to keep decoder rows at norm 1.
+        scale_input: whether to train on inputs scaled to a mean norm of sqrt(d_in).
+        save_every: steps between saves.
+        log_every: steps between log entries.
+        seed: seed of initial weights and the order.
     """
 
     steps: Count
@@ -143,10 +143,10 @@ class SAEJob(Config):
     """The whole file.
 
     Attributes:
-        out: a folder for the state, the metrics and the autoencoder.
-        source: where activations come from.
-        sae: what is trained.
-        train: how.
+        out: folder for the state, the metrics and the autoencoder.
+        source: source of the activations.
+        sae: the autoencoder.
+        train: settings of the training.
     """
 
     out: str

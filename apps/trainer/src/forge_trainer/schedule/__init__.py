@@ -1,4 +1,4 @@
-"""Which learning-rate schedules a run may use: the registry of the open section `[schedule]`."""
+"""Learning-rate schedules of a run: the registry of the open section `[schedule]`."""
 
 from forge_trainer.schedule.base import ScheduleConfig as ScheduleConfig
 from forge_trainer.schedule.base import schedules as schedules

@@ -1,4 +1,4 @@
-"""What a schedule plug is: a pure function of the step, so that there is nothing to save and restore."""
+"""The interface of a schedule plug: a pure function of the step, without state to save."""
 
 import math
 from collections.abc import Iterator
@@ -10,15 +10,13 @@ from forge_config import ALL_KEYS, Config, Meta, Registry, part_of
 class ScheduleConfig(Config):
     """Interface of `[schedule]`: linear warm-up, then the shape of the plug.
 
-    Of n steps behind the warm-up, step i has the factor at i / n: the first has the peak, and the last is one
-    step away from `floor`, which a further one would have.
-
-    At most one of the three keys of the warm-up may be given.
+    Step i of the n steps after the warm-up has the factor at i / n: the first step has the peak; the last
+    step is one step before `floor`. At most one of the three keys of the warm-up may be given.
 
     Attributes:
-        warmup_steps: steps over which the factor grows linearly to 1; the first step is not at 0.
-        warmup_tokens: the same in tokens of the whole run, rounded up to steps.
-        warmup_fraction: the same as a part of all steps, rounded up.
+        warmup_steps: steps over which the factor grows linearly to 1; in the first step it is above 0.
+        warmup_tokens: length of the warm-up in tokens, rounded up to steps.
+        warmup_fraction: length of the warm-up as a fraction of all steps, rounded up.
     """
 
     recorded_keys = (ALL_KEYS,)
@@ -35,10 +33,10 @@ class ScheduleConfig(Config):
             yield f"{' and '.join(given)} say the same thing; keep one of them"
 
     def warmup(self, steps: int, step_tokens: int) -> int:
-        """Steps of the warm-up.
+        """Return the number of steps of the warm-up.
 
         Args:
-            steps: of the whole run.
+            steps: steps of the whole run.
             step_tokens: tokens of one step.
         """
         by_tokens, by_fraction = (
@@ -48,11 +46,11 @@ class ScheduleConfig(Config):
         return max(self.warmup_steps, by_tokens, by_fraction)
 
     def factor(self, step: int, steps: int, step_tokens: int = 1) -> float:
-        """The factor on the peak learning rate at a step.
+        """Return the factor of the peak learning rate at a step.
 
         Args:
             step: the step about to be taken, from 0.
-            steps: of the whole run.
+            steps: steps of the whole run.
             step_tokens: tokens of one step.
 
         Returns:
@@ -64,16 +62,16 @@ class ScheduleConfig(Config):
         return self.after(step, steps, warmup)
 
     def after(self, step: int, steps: int, warmup: int) -> float:
-        """The factor of a step after the warm-up, which took the first `warmup` steps."""
+        """Return the factor of a step after the warm-up, which is the first `warmup` steps."""
         return self.decay((step - warmup) / max(1, steps - warmup))
 
     def decay(self, progress: float) -> float:
-        """The factor after the warm-up; `progress` runs from 0 to 1."""
+        """Return the factor after the warm-up; `progress` runs from 0 to 1."""
         raise NotImplementedError
 
 
 def cosine(progress: float) -> float:
-    """Half a cosine from 1 to 0."""
+    """Return the value of half a cosine from 1 to 0."""
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 

@@ -12,7 +12,7 @@ class CosineConfig(ScheduleConfig):
     """Half a cosine from the peak to the floor.
 
     Attributes:
-        floor: what the decay ends at, as a fraction of the peak.
+        floor: end of the decay, as a fraction of the peak.
     """
 
     floor: Annotated[float, Meta(ge=0, le=1)] = 0.1

@@ -1,4 +1,4 @@
-"""A curve in a terminal."""
+"""Draws a curve in a terminal."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,13 +6,13 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def draw(factor: Callable[[int], float], steps: int, width: int = 64, height: int = 8) -> Iterator[str]:
-    """Lines of a picture: the factor from 0 to 1 over all steps, each column one step of its range.
+    """Yield the lines of a picture of the factor over all steps; each column shows one step of its range.
 
     Args:
-        factor: of a step, from 0, in [0, 1].
-        steps: how many there are.
-        width: columns at most.
-        height: lines, without that of the axis.
+        factor: returns the factor of a step (from 0), in [0, 1].
+        steps: number of steps.
+        width: largest number of columns.
+        height: number of lines, without the axis.
     """
     width = min(width, steps)
     columns = [factor(round(i * (steps - 1) / max(1, width - 1))) for i in range(width)]

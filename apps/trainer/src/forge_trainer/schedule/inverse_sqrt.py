@@ -16,7 +16,7 @@ class InverseSqrtConfig(ScheduleConfig):
     """sqrt(timescale / (timescale + steps since the warm-up)); does not depend on the length of the run.
 
     Attributes:
-        timescale_steps: after so many further steps the factor is sqrt(1/2); absent means the length of the
+        timescale_steps: steps after the warm-up until the factor is sqrt(1/2); default the length of the
             warm-up, as in the source.
     """
 

@@ -9,10 +9,10 @@ from forge_trainer.schedule.base import ScheduleConfig, schedules
 
 @schedules.register("rex")
 class RexConfig(ScheduleConfig):
-    """Slow at first, steep at the end.
+    """A decay that is slow at first and steep at the end.
 
     Attributes:
-        floor: what the decay ends at, as a fraction of the peak.
+        floor: end of the decay, as a fraction of the peak.
     """
 
     floor: Annotated[float, Meta(ge=0, le=1)] = 0.0

@@ -21,14 +21,14 @@ SHAPES = {
 class WSDConfig(ScheduleConfig):
     """The peak for most of the run, then a decay that ends with it.
 
-    As long as the peak lasts, nothing depends on the length of the run: it can go on, or `forge branch` can
-    take a checkpoint of it and decay from there.
+    Before the decay, nothing depends on the length of the run: it can be extended, or `forge branch` can
+    start a decay from one of its checkpoints.
 
     Attributes:
-        decay_steps: length of the decay; absent means `decay_fraction` of all steps.
-        decay_fraction: see there.
-        shape: of the decay; `1-sqrt` is that of Hägele et al. 2024, arXiv:2405.18392 eq. 1.
-        floor: what the decay ends at, as a fraction of the peak.
+        decay_steps: length of the decay; default `decay_fraction` of all steps.
+        decay_fraction: length of the decay as a fraction of all steps, if `decay_steps` is absent.
+        shape: shape of the decay; `1-sqrt` is from Hägele et al. 2024, arXiv:2405.18392 eq. 1.
+        floor: end of the decay, as a fraction of the peak.
     """
 
     decay_steps: Annotated[int, Meta(ge=0)] | None = None

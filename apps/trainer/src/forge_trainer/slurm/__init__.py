@@ -1,1 +1,1 @@
-"""A run as a job of SLURM: the batch script, how it is submitted, and whether it runs again after its end."""
+"""Runs as jobs of SLURM: the batch script, its submission, and whether a job runs again after its end."""

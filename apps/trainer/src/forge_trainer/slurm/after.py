@@ -1,4 +1,4 @@
-"""What follows the end of a job: again, or not. Runs in the batch script, without torch."""
+"""Decides after the end of a job whether it runs again. Runs in the batch script, without torch."""
 
 import argparse
 import json
@@ -23,20 +23,20 @@ from forge_trainer.slurm.script import LOGS
 from forge_trainer.slurm.suspects import suspect_of, suspects
 
 FINAL = {ExitCode.DONE, ExitCode.CONFIG, ExitCode.NOT_FINITE, ExitCode.DIVERGED}
-"""After these a new start would end the same way."""
+"""Exit codes after which a new start would end in the same way."""
 
 LOCKED_S = 30.0
-"""So long a job waits before it asks again for a run that another process writes to."""
+"""The time that a job waits before it tries again a run to which another process writes."""
 
 LOST = 1
-"""Of the script of a start that SLURM has already replaced; nobody reads it."""
+"""The exit code of the script of a start that SLURM has already replaced; nobody reads it."""
 
 
 def after_job(options: argparse.Namespace) -> int:
-    """`forge after`: put the job back into the queue if that helps.
+    """Run `forge after`: put the job back into the queue if that helps.
 
     Returns:
-        0 when the run is complete or goes on; else the code that says why not.
+        0 if the run is complete or will continue; else the exit code with the reason.
     """
     directory = Path(options.directory)
     ended = _ended(directory)
@@ -70,7 +70,7 @@ def after_job(options: argparse.Namespace) -> int:
 
 
 def _code(ended: dict[str, Any] | None, code: int, directory: Path) -> int:
-    """What this start has said of its end; else the code of srun, if the checkpoints bear it out."""
+    """Return the exit code that this start recorded; else the code of srun, if the checkpoints confirm it."""
     if ended:
         return int(ended["code"])
     # a process that leaves by itself, as with `os._exit(0)`, has not finished the run
@@ -78,7 +78,7 @@ def _code(ended: dict[str, Any] | None, code: int, directory: Path) -> int:
 
 
 def _final(options: argparse.Namespace, directory: Path, code: int, failures: int) -> tuple[int, str] | None:
-    """With which code and why the job does not run again; None if it may."""
+    """Return the code and the reason why the job does not run again; None if it may."""
     if code in FINAL:
         return code, "complete" if code == ExitCode.DONE else "a human must look at it"
     if code == ExitCode.LOCKED and (why := _never_free(directory)):
@@ -89,23 +89,23 @@ def _final(options: argparse.Namespace, directory: Path, code: int, failures: in
 
 
 def _ended(directory: Path) -> dict[str, Any] | None:
-    """What this start has left of its end; srun knows only the highest code of all ranks."""
+    """Return the `exit.json` of this start, if any; srun knows only the highest code of all ranks."""
     ended = read_ended(directory)
     this = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
     return ended if ended is not None and (ended.get("job"), ended.get("restart")) == this else None
 
 
 def _is_complete(directory: Path) -> bool:
-    """Whether the newest checkpoint is at the last step."""
+    """Return whether the newest checkpoint is at the last step."""
     steps = Store(RunFiles(directory).checkpoints).steps()
     until = steps_of(directory)
     return until is not None and bool(steps) and steps[-1] >= until
 
 
 def _never_free(directory: Path) -> str | None:
-    """Why a run that another process writes to is not waited for; None where it may soon be free.
+    """Return why a job does not wait for a run of another process; None if the run may soon be free.
 
-    What is left of a lost node may go on for a while; another job of SLURM runs again by itself.
+    Processes on a lost node may continue for a while; another job of SLURM runs again by itself.
     """
     holder = read_holder(RunFiles(directory).lease)
     other = holder.job if holder and holder.job != os.environ.get("SLURM_JOB_ID") else None
@@ -117,9 +117,9 @@ def _never_free(directory: Path) -> str | None:
 
 
 def _is_cancelled(state: str, job_info: str) -> bool:
-    """Whether a job that is about to end was cancelled: not preempted, nor at its time limit.
+    """Return whether an ending job was cancelled: neither preempted, nor at its time limit.
 
-    While its script lives, SLURM calls it COMPLETING and no more (22.05).
+    While its script runs, SLURM only says that it is COMPLETING (22.05).
     """
     run_s, limit_s = (seconds(_field(name, job_info, r"[\d:-]+")) for name in ("RunTime", "TimeLimit"))
     in_time = run_s is not None and (limit_s is None or run_s < limit_s)
@@ -127,13 +127,13 @@ def _is_cancelled(state: str, job_info: str) -> bool:
 
 
 def _job() -> str:
-    """What names this job alone: one task of an array has the number of all of it (SLURM 22.05)."""
+    """Return the id of this job alone; the plain id of a task stands for its whole array (SLURM 22.05)."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
 
 
 def _is_replaced(state: str, job_info: str) -> bool:
-    """Whether SLURM has put the job back or started it again, while this script of an old start lives on.
+    """Return whether SLURM has requeued or restarted the job while this script of an old start still runs.
 
     The srun of a lost node may end with code 0.
     """
@@ -142,7 +142,7 @@ def _is_replaced(state: str, job_info: str) -> bool:
 
 
 def _shutdown_s(ended: dict[str, Any] | None) -> float | None:
-    """Seconds since the run said its last word; None if it did not say when."""
+    """Return the seconds since the run recorded its end; None if it recorded no time."""
     try:
         said = datetime.fromisoformat(ended["when"]) if ended else None
         return None if said is None else max(0.0, (datetime.now(UTC) - said).total_seconds())
@@ -151,7 +151,7 @@ def _shutdown_s(ended: dict[str, Any] | None) -> float | None:
 
 
 def _remember(directory: Path, code: int, ended: dict[str, Any] | None) -> int:
-    """Add this end to `starts.jsonl`; how many failed in a row without getting further."""
+    """Add this end to `starts.jsonl`; return how many starts in a row failed without a new checkpoint."""
     path = RunFiles(directory).starts
     steps = Store(RunFiles(directory).checkpoints).steps()
     step = steps[-1] if steps else 0
@@ -176,7 +176,7 @@ def _remember(directory: Path, code: int, ended: dict[str, Any] | None) -> int:
 
 
 def _field(name: str, job_info: str, form: str = r"\w+") -> str:
-    """A field of `scontrol show job`, such as JobState; empty without SLURM."""
+    """Return a field of `scontrol show job`, such as JobState; empty without SLURM."""
     found = re.search(rf"\b{name}=({form})", job_info)
     return found[1] if found else ""
 
@@ -196,9 +196,9 @@ def _requeue(code: int, directory: Path, job_info: str) -> int:
 
 
 def _submit(directory: Path, without: Sequence[str]) -> str | None:
-    """The id of a new job from the same script; None if there is none.
+    """Submit the same script as a new job; return its id, or None if that fails.
 
-    The nodes of a job that runs, or was put back by its own script, cannot be changed (SLURM 22.05).
+    The nodes of a job that runs, or that its own script requeued, cannot be changed (SLURM 22.05).
     """
     script = directory.parent / LOGS / f"{directory.name}.sh"
     if "SLURM_ARRAY_JOB_ID" in os.environ or not script.exists():

@@ -7,39 +7,39 @@ from typing import Annotated, Literal
 from forge_config import Config, ConfigError, Meta, load
 
 EARLY_S = 60
-"""SLURM looks at limits once a minute."""
+"""The most seconds that a signal may come early: SLURM checks limits once a minute."""
 
 UNMEASURED_S = 120
-"""The warning of a run that has not measured yet how long it takes to stop."""
+"""The warning time of a run that has not measured yet how long a stop takes."""
 
 
 class ClusterConfig(Config):
     """A cluster: where a run is submitted, and the resources of its ranks.
 
     Attributes:
-        gpus_per_node: one rank each; 0 computes on CPUs.
-        ranks_per_node: of a cluster without GPUs.
-        device: what its GPUs are called in the table of `forge plan`, such as `h100`: a submission says
+        gpus_per_node: GPUs of a node, with one rank each; 0 computes on CPUs.
+        ranks_per_node: ranks of a node of a cluster without GPUs.
+        device: name of its GPUs in the table of `forge plan`, such as `h100`, so that a submission reports
             whether the job fits; empty if they are in no table.
         cpus_per_rank: cores of each rank, also for the workers that read data.
-        memory: of a node, as `sbatch --mem` takes it, such as `200G`; empty for the default of the partition,
-            "0" for all of it.
-        time: the limit of one start, as `sbatch --time` takes it; a run of any length goes on after it.
-        partition: of the cluster; empty for its default, as the next four.
-        account: who pays.
+        memory: memory of a node in the format of `sbatch --mem`, such as `200G`; empty for the default of the
+            partition, "0" for all memory.
+        time: time limit of one start in the format of `sbatch --time`; the run continues in further starts.
+        partition: partition of the cluster; empty for its default, as the next four.
+        account: account that pays.
         qos: quality of service.
         constraint: features that nodes must have.
-        reservation: nodes that are set aside.
-        options: any further option of sbatch, such as `--exclusive`.
+        reservation: name of a reservation of nodes.
+        options: further options of sbatch, such as `--exclusive`.
         setup: lines of bash before the run, such as `module load cuda`.
         container: words before the command of each rank: `["apptainer", "exec", "--nv", "forge.sif"]`.
         step_options: options of srun, such as `--container-image=forge.sqsh` of pyxis.
-        again: how the job runs again when it ends before the run does: `requeue` puts the same job back into
-            the queue; `chain` has the next job submitted at the start of each, for clusters that forbid
+        again: how the job runs again if it ends before the run does: `requeue` puts the same job back into
+            the queue; `chain` submits the next job at the start of each, for clusters that forbid
             requeueing; `never` leaves it to the user.
-        warning_s: SLURM's signal so long before the time limit (it may come up to a minute earlier); if not
-            given, as long as earlier starts of the run needed to stop, with a margin. The run itself stops in
-            time, as it has measured its saves; the signal is for a limit that was lowered.
+        warning_s: seconds before the time limit at which SLURM sends a signal (or up to a minute earlier);
+            default the measured time of a stop in earlier starts, with a margin. The run stops in time by
+            itself, as it measures its saves; the signal is for a limit that was lowered.
     """
 
     gpus_per_node: Annotated[int, Meta(ge=0)] = 4
@@ -78,12 +78,12 @@ class ClusterConfig(Config):
 
     @property
     def ranks(self) -> int:
-        """Ranks of a node."""
+        """The ranks of a node."""
         return self.gpus_per_node or self.ranks_per_node
 
 
 def seconds(time: str) -> int | None:
-    """The seconds of a limit as `sbatch --time` takes it; None if it is none, or not in numbers.
+    """Parse a limit in the format of `sbatch --time` to seconds; None if there is none, or no numbers.
 
     The forms are M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
     """
@@ -114,7 +114,7 @@ def load_cluster(path: Path | str) -> ClusterConfig:
     """Read a cluster file.
 
     Raises:
-        ConfigError: it cannot be read or used.
+        ConfigError: the file cannot be read or used.
     """
     if not Path(path).is_file():
         raise ConfigError(f"{path} is no file; give one like configs/clusters/generic.toml with --cluster")

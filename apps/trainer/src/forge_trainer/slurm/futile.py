@@ -1,4 +1,4 @@
-"""Which of the last starts of a SLURM job brought the run no further."""
+"""Finds the last starts of a SLURM job that made no progress."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from forge_resilience.exit_codes import ExitCode
 from forge_trainer.run_dir.files import RunFiles, read_lines
 
 FUTILE = 3
-"""So many starts in a row that failed without a new checkpoint end the chain."""
+"""The number of starts in a row that fail without a new checkpoint, after which the chain ends."""
 
 
 def futile_starts(directory: Path) -> list[dict[str, Any]]:
-    """The last starts in a row that failed at the same step of the newest checkpoint, the newest first.
+    """Return the last starts in a row that failed with the same newest checkpoint, the newest first.
 
-    Starts that found the run in the hands of another job say nothing about it.
+    Starts that found the run locked by another job do not count.
     """
     found: list[dict[str, Any]] = []
     for start in reversed(read_lines(RunFiles(directory).starts, "step")):
@@ -30,13 +30,13 @@ def futile_starts(directory: Path) -> list[dict[str, Any]]:
 
 
 def locked_starts(directory: Path) -> int:
-    """How many of the last starts in a row found the run in the hands of another process."""
+    """Return how many of the last starts in a row found the run locked by another process."""
     starts = reversed(read_lines(RunFiles(directory).starts, "step"))
     return sum(1 for _ in takewhile(lambda start: start.get("code") == ExitCode.LOCKED, starts))
 
 
 def crash_loop(directory: Path) -> str | None:
-    """The message of a job that ended after futile starts; None otherwise."""
+    """Return the message of a job that ended after futile starts; None otherwise."""
     futile = futile_starts(directory)
     if len(futile) < FUTILE:
         return None

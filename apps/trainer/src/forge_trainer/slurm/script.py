@@ -1,4 +1,4 @@
-"""The batch script of a run."""
+"""Writes the batch script of a run."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -21,17 +21,17 @@ class Launch:
     """A job to submit.
 
     Attributes:
-        name: of the run.
-        root: the folder of runs, absolute.
-        folder: where the command is started, absolute.
-        command: of each rank, as words.
-        python: that calls `forge` after the end of a step.
-        cluster: where.
-        nodes: how many.
-        sweep: the axes of a grid of runs, each the overrides of one key; a job array has one run for each
+        name: name of the run.
+        root: folder of the runs, absolute.
+        folder: working directory of the command, absolute.
+        command: command of each rank, as words.
+        python: Python interpreter that runs `forge after` at the end.
+        cluster: settings of the cluster.
+        nodes: number of nodes.
+        sweep: axes of a grid of runs, each the overrides of one key; a job array has one run for each
             combination, in which the last axis changes fastest. Empty for a single run.
-        names: of the runs of a job array in place of `sweep`, each with a configuration `configs/<name>.toml`
-            in `root`.
+        names: names of the runs of a job array in place of `sweep`, each with a configuration
+            `configs/<name>.toml` in `root`.
     """
 
     name: str
@@ -52,20 +52,20 @@ class Launch:
 
     @property
     def script(self) -> Path:
-        """Where the batch script lies."""
+        """The path of the batch script."""
         return self.root / LOGS / f"{self.name}.sh"
 
     @cached_property
     def warning(self) -> WarningTime:
-        """When SLURM warns the run, as its earlier starts say."""
+        """The time of SLURM's warning, learned from earlier starts."""
         return warning_of(self.cluster, [self.root / run for run in self.runs or [self.name]])
 
 
 def batch_script(launch: Launch) -> str:
-    """The script, of fewer than 60 lines; it may be submitted any number of times.
+    """Return the script, of fewer than 60 lines; it may be submitted any number of times.
 
     Raises:
-        ConfigError: a value would leave its `#SBATCH` comment, and be run, or leave the job without a log.
+        ConfigError: a value would leave its `#SBATCH` comment and be executed, or the job would have no log.
     """
     options = list(_options(launch))
     for line in options:
@@ -144,7 +144,7 @@ def _before(launch: Launch) -> Iterator[str]:
 
 
 def _link(launch: Launch) -> Iterator[str]:
-    """What makes a job a link of a chain: it ends if the link before was cancelled, and submits the next."""
+    """Yield lines of a link of a chain: it ends if the previous link was cancelled, and submits the next."""
     state = "$(scontrol show job \"$1\" 2>/dev/null | grep -o 'JobState=[A-Z_]*')"
     yield 'if [ -n "$1" ]; then  # the link before this one'
     yield "  for _ in {1..100}; do"
@@ -162,7 +162,7 @@ def _link(launch: Launch) -> Iterator[str]:
 
 
 def _variables(cluster: ClusterConfig) -> Iterator[str]:
-    """Environment variables of the ranks; variables that the user has set stay."""
+    """Yield lines that set environment variables of the ranks; variables set by the user stay."""
     yield "# From SLURM 22.05 on srun does not take the cores of a task from the job."
     yield f"export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-{cluster.cpus_per_rank}}}"
     if cluster.gpus_per_node:

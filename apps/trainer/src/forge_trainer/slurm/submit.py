@@ -1,4 +1,4 @@
-"""`forge launch`: check the job, write its batch script, submit it."""
+"""`forge launch`: checks the job, writes its batch script and submits it."""
 
 import argparse
 import os
@@ -63,10 +63,10 @@ def launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _tell_plan(
     options: argparse.Namespace, overrides: Sequence[str], device: str, nodes: int, node_ranks: int
 ) -> str:
-    """Say what the job needs and how fast it would be, before it is submitted.
+    """Print the planned needs and speed of the job before it is submitted.
 
     Returns:
-        In words that it does not fit; empty if it does.
+        A message if the job does not fit; empty if it does.
 
     Raises:
         ConfigError: there is no such device.
@@ -96,14 +96,14 @@ def _command(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]
 
 
 def fewest_nodes(job: Job, cluster: ClusterConfig) -> int:
-    """So few nodes that the axes of the mesh whose sizes are given fit."""
+    """Return the smallest number of nodes that fits the axes of the mesh with a given size."""
     # ep takes no ranks of its own
     axes = (getattr(job.mesh, name) for name in job.mesh.__struct_fields__ if name != "ep")
     return -(-prod(size for size in axes if size > 0) // cluster.ranks)
 
 
 def require_layout(job: Job, ranks: int) -> None:
-    """See that a job can be laid out over so many ranks.
+    """Check that a job can be arranged on a number of ranks.
 
     Raises:
         ConfigError: it cannot.
@@ -115,13 +115,13 @@ def require_layout(job: Job, ranks: int) -> None:
 
 
 def axes_of(sweeps: Sequence[str]) -> list[list[str]]:
-    """The axes of a grid of runs: of each key, one override for each value.
+    """Return the axes of a grid of runs: for each key, one override for each value.
 
     Args:
-        sweeps: each as `optimizer.lr=1e-3,2e-3`.
+        sweeps: texts such as `optimizer.lr=1e-3,2e-3`.
 
     Raises:
-        ConfigError: one is not of this form, or two have the same key.
+        ConfigError: a text does not have this form, or two have the same key.
     """
     axes = [_values(text) for text in sweeps]
     names = [values[0].partition("=")[0] for values in axes]
@@ -131,7 +131,7 @@ def axes_of(sweeps: Sequence[str]) -> list[list[str]]:
 
 
 def _values(text: str) -> list[str]:
-    """`optimizer.lr=1e-3,2e-3` as one override for each value."""
+    """Split `optimizer.lr=1e-3,2e-3` into one override for each value."""
     key, equals, values = text.partition("=")
     if not equals or not values or set(values) & set("[]{}\"'"):
         raise ConfigError(f"--sweep={text}; expected section.key=value,value,... of plain values")

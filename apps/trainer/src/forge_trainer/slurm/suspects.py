@@ -1,4 +1,4 @@
-"""Which nodes a job should not get again: those that were blamed for trouble more than once."""
+"""Finds the nodes that a job should avoid: nodes blamed for trouble more than once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from forge_resilience.exit_codes import ExitCode
 from forge_trainer.run_dir.files import RunFiles, read_lines
 
 TWICE = 2
-"""A node may be blamed once by chance, or for what it waited for."""
+"""The number of times that a node must be blamed; once may be chance, or the fault of another node."""
 
 MOST = 3
-"""So many nodes are left out at most: a run that blames everyone is itself to blame."""
+"""The most nodes to leave out: a run that blames every node has a fault itself."""
 
 
 def suspect_of(ended: Mapping[str, Any] | None) -> str | None:
-    """The node that a start blames as it ends by a hang; None if it blames none, or several."""
+    """Return the node that a start blames for a hang; None if it blames none, or several."""
     if ended is None or ended.get("code") != ExitCode.HUNG:
         return None
     hosts = ended.get("hosts", [])
@@ -27,7 +27,7 @@ def suspect_of(ended: Mapping[str, Any] | None) -> str | None:
 
 
 def suspects(directory: Path) -> list[str]:
-    """The nodes to leave out, the most blamed first."""
+    """Return the nodes to leave out, the most blamed first."""
     files = RunFiles(directory)
     blamed = [start["suspect"] for start in read_lines(files.starts, "suspect") if start["suspect"]]
     for incident in read_lines(files.incidents, "hosts"):

@@ -1,4 +1,4 @@
-"""How long before the time limit SLURM warns a run: as long as its earlier starts needed to stop."""
+"""Computes how long before the time limit SLURM warns a run, from the stops of its earlier starts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from forge_trainer.run_dir.files import RunFiles, read_lines
 from forge_trainer.slurm.config import EARLY_S, UNMEASURED_S, ClusterConfig, seconds
 
 SAFETY = 1.5
-"""A stop may take so many times as long as the slowest one expected so far."""
+"""The safety factor on the slowest stop expected so far."""
 
 LEAST_S, MOST_S = 60, 3600
-"""A warning comes so long before the limit at least, and at most; and never in the first half of a start."""
+"""The least and the most time of a warning before the limit; it never comes in the first half of a start."""
 
 REMEMBERED = 20
-"""So many of the last starts of a run count: it may since have another size."""
+"""The number of last starts of a run that count; before them it may have had a different size."""
 
 
 @dataclass(frozen=True)
 class WarningTime:
-    """When SLURM warns.
+    """The time of SLURM's warning.
 
     Attributes:
-        seconds: before the time limit.
-        origin: where this comes from, for people.
+        seconds: seconds before the time limit.
+        origin: origin of the number, for a person.
     """
 
     seconds: int
@@ -38,11 +38,11 @@ class WarningTime:
 
 
 def warning_of(cluster: ClusterConfig, directories: Iterable[Path]) -> WarningTime:
-    """The time of the warning: that of the cluster file, else learned from earlier starts, else a usual one.
+    """Return the time of the warning: from the cluster file, else from earlier starts, else a default.
 
     Args:
-        cluster: where the run is submitted.
-        directories: of the run, or of all runs of a sweep.
+        cluster: settings of the cluster.
+        directories: directories of the run, or of all runs of a sweep.
     """
     if cluster.warning_s is not None:
         return WarningTime(cluster.warning_s, "warning_s of the cluster file")
@@ -64,12 +64,12 @@ def warning_of(cluster: ClusterConfig, directories: Iterable[Path]) -> WarningTi
 
 
 def _stops_s(directory: Path) -> list[float]:
-    """What each of the last starts would have needed for a step, its hooks and a save, as measured."""
+    """Return the measured seconds that each of the last starts needed for a step, its hooks and a save."""
     last = {line.stretch: line.stop_s for line in read_ledger(directory)}
     return [s for s in list(last.values())[-REMEMBERED:] if 0 < s < math.inf]
 
 
 def _ends_s(directory: Path) -> list[float]:
-    """How long after its last word each of the last starts was gone."""
+    """Return the seconds from the recorded end of each of the last starts to the end of its processes."""
     told = [line["shutdown_s"] for line in read_lines(RunFiles(directory).starts, "shutdown_s")]
     return [float(s) for s in told[-REMEMBERED:] if isinstance(s, int | float) and 0 <= s < math.inf]

@@ -1,4 +1,4 @@
-"""How a run trains and evaluates: the interface of steps and the registry of `[step]`."""
+"""Training and evaluation steps: their interface, and the registry of `[step]`."""
 
 from forge_trainer.steps.base import Step as Step
 from forge_trainer.steps.base import StepConfig as StepConfig

@@ -1,4 +1,4 @@
-"""How often is what a model finds likeliest the target? B batch, T tokens."""
+"""Counts how often the likeliest token of a model is the target. B batch, T tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ ACCURACY, ANSWERS = "accuracy", "answers"
 
 
 def right(hits: Tensor, micro: MicroBatch) -> dict[str, Sum]:
-    """`accuracy`, of targets, and `answers`, of documents whose targets are all hit, as greedy writing would.
+    """Count the targets hit (`accuracy`) and the documents with all targets hit (`answers`, as if greedy).
 
-    Both by source too, as `accuracy/<name>`, where there are several.
+    With several sources, both are also counted by source, as `accuracy/<name>`.
 
     Args:
-        hits: [B, T] whether each target is the likeliest token; false where there is none.
-        micro: on the device of `hits`; its documents are `doc_ids`, or its rows.
+        hits: [B, T] whether the target is the likeliest token; false where there is no target.
+        micro: micro-batch on the device of `hits`; without `doc_ids`, each row is a document.
     """
     labels = micro.inputs["labels"]
     documents = micro.inputs.get("doc_ids", torch.zeros_like(labels)).clamp(min=0)  # -1 is padding, no target
@@ -39,7 +39,7 @@ def right(hits: Tensor, micro: MicroBatch) -> dict[str, Sum]:
 
 
 def means(totals: dict[str, Sum]) -> dict[str, float]:
-    """Those of `right` as fractions; a source that asks nothing is left out, NaN where none does."""
+    """Return the sums of `right` as fractions, without sources that have no target; NaN if none has one."""
     kinds = ACCURACY, ANSWERS
     return {
         name: (total.value / total.count).item()

@@ -1,4 +1,4 @@
-"""What a step is: it trains on one global batch and evaluates, and returns device tensors."""
+"""The interface of a step: it trains on one global batch or evaluates, and returns device tensors."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Batch: TypeAlias = "Sequence[MicroBatch]"
 
 @dataclass
 class StepOutput:
-    """What a step tells the hooks and guards. Tensors stay on the device until somebody logs them.
+    """The result of a step for hooks and guards. Tensors stay on the device until somebody logs them.
 
     Attributes:
         loss: [] nats a token over the global batch, without regularizers.
-        grad_norm: [] float32, of the whole model before clipping.
+        grad_norm: [] float32 gradient norm of the whole model before clipping.
         finite: [] bool; when false, the step changed nothing.
         lr: learning rate of the first parameter group.
         samples: sequences in the global batch.
         tokens: tokens in the global batch.
         metrics: further device scalars by name, means over the global batch.
-        shapes: of the inputs of each micro-batch of this rank; empty where the step does not say.
+        shapes: shapes of the inputs of each micro-batch of this rank; empty if the step does not give them.
     """
 
     loss: Tensor
@@ -45,14 +45,14 @@ class StepOutput:
 
 
 class Step(Protocol):
-    """Trains and evaluates. Both methods are collective."""
+    """A step, which trains and evaluates. Both methods are collective."""
 
     def train(self, batch: Batch, step: int) -> StepOutput:
         """Take optimizer step number `step` (from 0); without effect when loss or gradient are not finite."""
         ...
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Numbers by name over a finite pass, among them `loss` in nats a token.
+        """Evaluate a finite pass; return numbers by name, among them `loss` in nats a token.
 
         Every rank yields the same number of micro-batches. The model keeps the mode (train or eval) it is in.
         """
@@ -60,7 +60,7 @@ class Step(Protocol):
 
 
 class StepConfig(Config):
-    """Interface of `[step]`."""
+    """The interface of the section `[step]`."""
 
     def build(
         self,
@@ -71,14 +71,14 @@ class StepConfig(Config):
         seed: int = 0,
         update: Update | None = None,
     ) -> Step:
-        """The step.
+        """Build the step.
 
         Args:
-            parts: the parts of the model that this rank holds; one, without a pipeline.
-            loss_fn: from `[loss]`.
+            parts: this rank's parts of the model; without a pipeline, a single one.
+            loss_fn: the loss of `[loss]`.
             mesh: the grid of ranks.
-            seed: of the random numbers drawn while training.
-            update: from gradients to new weights; None for a step that only evaluates.
+            seed: seed of the random numbers drawn while training.
+            update: computes new weights from gradients; None for a step that only evaluates.
         """
         raise NotImplementedError
 

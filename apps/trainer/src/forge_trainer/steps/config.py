@@ -21,10 +21,10 @@ class TextStepConfig(StepConfig):
     """Next-token training.
 
     Attributes:
-        noise_scale_every_steps: distance of the steps in which the gradient noise scale is measured, for
-            which gradients are summed over the ranks twice; 0 never measures it.
-        answers: evaluations tell how many targets are what the model finds likeliest (`accuracy`), and how
-            many documents have no other target (`answers`): what the model would write greedily.
+        noise_scale_every_steps: steps between measurements of the gradient noise scale; a measured step sums
+            gradients over the ranks twice; 0 never measures.
+        answers: whether evaluations report the fraction of targets that are the model's likeliest token
+            (`accuracy`), and of documents in which all targets are (`answers`), as in greedy decoding.
     """
 
     noise_scale_every_steps: Annotated[int, Meta(ge=0)] = 0

@@ -1,4 +1,4 @@
-"""Evaluates a model beside its training: no gradients, no changed state."""
+"""Evaluates a model during training, without gradients and without changing its state."""
 
 import math
 import random
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 @contextmanager
 def evaluating(*parts: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; restores modes and random states.
+    """Enter evaluation mode without gradients; restore modes and random states at the end.
 
-    No weight stays gathered, so that others may be written in the place of those that were evaluated.
+    No weight stays gathered afterwards, so that the caller may replace the weights.
     """
     modes = [(module, module.training) for part in parts for module in part.modules()]
     python, legacy = random.getstate(), np.random.get_state()
@@ -38,14 +38,14 @@ def evaluating(*parts: nn.Module) -> Iterator[None]:
 
 
 class Lengths:
-    """Counts the bytes of the targets, of all and of each of several sources, on the host."""
+    """A count, on the host, of the bytes of all targets and, with several sources, of each source."""
 
     def __init__(self) -> None:
         self._bytes: Tensor | None = None  # [1 + sources]
         self._names: list[str] = []
 
     def add(self, micro: MicroBatch) -> None:
-        """Add the sums of a micro-batch of this rank, where it knows them."""
+        """Add the byte counts of a micro-batch of this rank, if it has them."""
         if (counts := micro.statistics.get("bytes")) is None:
             return
         sources = range(len(micro.sources) if len(micro.sources) > 1 else 0)
@@ -55,7 +55,7 @@ class Lengths:
         self._bytes = found if self._bytes is None else self._bytes + found
 
     def totals(self, mesh: Mesh) -> dict[str, float]:
-        """Over all ranks, by the name of the loss; nothing where they are not known. Collective."""
+        """Return the counts over all ranks by the name of the loss; empty if unknown. Collective."""
         if self._bytes is None:
             return {}
         counts = mesh.batch.sum_(self._bytes.to(mesh.device)).tolist()
@@ -63,13 +63,13 @@ class Lengths:
 
 
 def evaluated(losses: Mapping[str, Sum], lengths: Mapping[str, float]) -> dict[str, float]:
-    """Loss, perplexity and, where lengths are known, bits a byte: `loss`, `loss/<source>`, `perplexity`, ...
+    """Compute loss, perplexity and (with known lengths) bits a byte, in total and by source (`loss/<name>`).
 
-    A source without targets is left out; without any at all, the loss is NaN.
+    A source without targets is left out; if there are no targets at all, the loss is NaN.
 
     Args:
         losses: sums in nats, by `loss` or `loss/<source>`.
-        lengths: bytes, by the same names.
+        lengths: lengths in bytes, by the same names.
     """
     found: dict[str, float] = {}
     for name, (value, count) in losses.items():

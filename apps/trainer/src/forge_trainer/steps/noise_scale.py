@@ -1,4 +1,4 @@
-"""How large a batch is worth its cost: the gradient noise scale, from the two halves of a global batch."""
+"""Measures the gradient noise scale, which tells how large a batch is worth its cost, from half batches."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from forge_trainer.steps.base import Batch, StepOutput
 from forge_trainer.steps.text import TextStep
 
 DECAY = 0.9
-"""Of the averages of the two estimates, a measured step."""
+"""The decay of the averages of the two estimates, for each measured step."""
 
 
 @dataclass
 class NoiseScaleStep(TextStep):
-    """Next-token training that measures every few steps, and logs the noise scale in tokens from then on.
+    """Next-token training that measures the noise scale, in tokens, every few steps and then logs it.
 
-    The gradient G_b of the first half of the micro-batches, of b targets, is looked at on the way to that of
-    all B. E|G_b|^2 = |G|^2 + tr(S)/b for the true gradient G and the covariance S of that of one target, so
-    both follow from |G_b|^2 and |G_B|^2, without bias. The noise scale is the ratio of their averages; a
-    batch much smaller than it wastes steps, a larger one tokens. In a measured step gradients are summed
-    over ranks twice. Steps that are not finite are not counted.
+    Let G_b be the gradient of the first half of the micro-batches, with b targets, and G_B that of all B.
+    E|G_b|^2 = |G|^2 + tr(S)/b for the true gradient G and the covariance S of the gradient of one target, so
+    |G|^2 and tr(S) follow from |G_b|^2 and |G_B|^2, without bias. The noise scale is the ratio of their
+    averages, tr(S)/|G|^2: a batch much smaller than it wastes steps, a larger one wastes tokens. A measured
+    step sums gradients over ranks twice. Steps that are not finite are not counted.
 
     Attributes:
-        every: distance of measured steps.
+        every: steps between measurements.
 
     Source: McCandlish et al. 2018, arXiv:1812.06162 appendix A.1.
     """
@@ -92,6 +92,6 @@ class NoiseScaleStep(TextStep):
         return {"averages": self._averages.tolist(), "began": self._began}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the result of `state`."""
         self._averages = torch.tensor(state["averages"], dtype=torch.float64, device=self.mesh.device)
         self._began = state["began"]

@@ -1,4 +1,4 @@
-"""Takes a step that was not finite once more from the same inputs: is it the hardware, or the data?"""
+"""Repeats a step that was not finite with the same inputs, to tell hardware errors from bad data."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from forge_trainer.steps.base import Batch, Step, StepOutput
 
 @dataclass
 class Repeated:
-    """A step that is looked at every few steps, and repeated there if it was not finite.
+    """A step that is checked every few steps, and repeated if it was not finite.
 
     A step that is not finite changes nothing, so the second attempt has the same weights, batch and random
-    numbers. Where it is finite, its result counts: the first was spoilt by hardware, or by an operation that
-    is not deterministic. Of bad steps in a row that are looked at only the first is repeated. All ranks see
-    the same flag, and so repeat alike.
+    numbers. If it is finite, its result counts: the first attempt failed because of hardware, or of an
+    operation that is not deterministic. Of several checked steps in a row that are not finite, only the
+    first is repeated. All ranks see the same flag, and so all repeat.
 
     Attributes:
-        step: what is trained.
-        every: distance of the looks (each waits for the device).
-        on_repeated: the number of a step that was repeated, and whether it was finite then.
+        step: the step that trains.
+        every: steps between checks; each check waits for the device.
+        on_repeated: called with the number of a repeated step, and whether the repetition was finite.
     """
 
     step: Step
@@ -50,7 +50,7 @@ def meaning_of_repetition(finite: bool, exact: bool) -> str:
     """Explain the result of repeating a step that was not finite.
 
     Args:
-        finite: whether it was so the second time.
+        finite: whether the second attempt was finite.
         exact: whether all kernels give the same bits each time.
     """
     if not finite:

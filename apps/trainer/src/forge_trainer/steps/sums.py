@@ -12,7 +12,7 @@ class Sums:
     """Adds up named sums, each with its denominator, on the device.
 
     Args:
-        dtype: what is added in; None for that of the sums.
+        dtype: dtype of the addition; None for the dtype of the sums.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -27,7 +27,7 @@ class Sums:
             self._pairs[name] = self._pairs[name] + pair if name in self._pairs else pair
 
     def names(self, mesh: Mesh) -> dict[str, torch.dtype]:
-        """The names, and formats, that any stage of the pipeline adds. Collective."""
+        """Return the names and dtypes of all sums that any pipeline stage adds. Collective."""
         mine = {name: pair.dtype for name, pair in self._pairs.items()}
         if mesh.pipeline.size == 1:
             return mine
@@ -38,11 +38,11 @@ class Sums:
         return {name: dtype for names in everyone for name, dtype in names.items()}
 
     def totals(self, mesh: Mesh, names: Mapping[str, torch.dtype]) -> dict[str, Sum]:
-        """Each name over all ranks. Collective.
+        """Return the sum of each name over all ranks. Collective.
 
         Args:
             mesh: the grid of ranks.
-            names: all that there are, on every rank; what was never added here counts as zero.
+            names: all names and their dtypes, equal on every rank; a name never added here counts as zero.
         """
         if not names:
             return {}

@@ -22,19 +22,19 @@ from forge_trainer.steps.sums import Sums
 from forge_trainer.steps.update import Update
 
 BY_SOURCE = "loss/"
-"""What the names of the losses of sources begin with."""
+"""The prefix of the names of losses of single sources."""
 
 
 @dataclass
 class TextStep:
     """Next-token training with gradient accumulation.
 
-    Gradients are those of the sum of all losses divided by the count of valid targets in the global batch, so
+    The gradients are of the sum of all losses divided by the count of valid targets in the global batch, so
     they do not depend on how the batch is cut into ranks and micro-batches.
 
     Attributes:
-        runner: runs the parts, also for others who look at the model.
-        answers: evaluations tell `accuracy` and `answers` too; see `forge_trainer.steps.answers`.
+        runner: runs the parts; also used by hooks that measure the model.
+        answers: whether evaluations report `accuracy` and `answers`; see `forge_trainer.steps.answers`.
     """
 
     parts: Sequence[nn.Module]
@@ -65,7 +65,7 @@ class TextStep:
         return StepOutput(loss, norm, finite, lr, samples, tokens, metrics, shapes)
 
     def _counts(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Targets of the global batch; its tokens without padding, None where it is unknown. Collective."""
+        """Count targets of the global batch, and tokens without padding (None if unknown). Collective."""
         counts = [torch.stack([micro.statistics["targets"] for micro in batch]).sum()]
         if "doc_ids" in batch[0].inputs:
             counts.append(torch.stack([(micro.inputs["doc_ids"] >= 0).sum() for micro in batch]).sum())
@@ -75,7 +75,7 @@ class TextStep:
         return targets.clamp(min=1).float(), real[0].clamp(min=1) if real else None
 
     def _backward(self, batch: Batch, targets: Tensor) -> dict[str, Tensor]:
-        """Accumulate gradients of `targets`; returns means over the global batch."""
+        """Accumulate gradients, divided by `targets`; return means over the global batch."""
         sums, moved = Sums(), [micro.to(self.mesh.device) for micro in batch]
         following = iter(moved)
 
@@ -94,7 +94,7 @@ class TextStep:
         self.runner.backward(micro_batches, finish)
 
     def _of_all_stages(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Statistics of all pipeline stages. Collective."""
+        """Return the statistics of all pipeline stages. Collective."""
         if self.mesh.pipeline.size == 1:
             return statistics
         sums = Sums()
@@ -108,10 +108,10 @@ class TextStep:
         return micro.inputs | {"loss_fn": self.loss_fn}
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """See `Step.evaluate`; adds `perplexity`, `bits_per_byte`, and all of a source as `<name>/<source>`.
+        """See `Step.evaluate`; adds `perplexity`, `bits_per_byte`, and each by source as `<name>/<source>`.
 
-        Sources without targets are left out, and bits a byte where the bytes of tokens are not known. NaN
-        when no target is valid.
+        Sources without targets are left out; bits a byte are left out if the bytes of tokens are unknown. The
+        loss is NaN if no target is valid.
         """
         sums, lengths = Sums(torch.float64), Lengths()
         with evaluating(*self.parts):
@@ -134,11 +134,11 @@ def _hits(terms: LossTerms) -> Tensor:
 
 
 def by_source(terms: LossTerms, micro: MicroBatch) -> dict[str, Sum]:
-    """The loss of each source, as `loss/<name>`, on the device; nothing where there is but one.
+    """Return the loss of each source as `loss/<name>`, on the device; empty for a single source.
 
     Args:
-        terms: of the micro-batch.
-        micro: on the device of the loss.
+        terms: loss terms of the micro-batch.
+        micro: micro-batch on the device of the loss.
     """
     if terms.rows is None or len(micro.sources) < 2:
         return {}
@@ -150,6 +150,6 @@ def by_source(terms: LossTerms, micro: MicroBatch) -> dict[str, Sum]:
 
 
 def mean(name: str, total: Sum) -> Tensor:
-    """The mean; that of a loss over no target is NaN, so that the step has no effect; any other is 0."""
+    """Return the mean; over no target it is NaN for a loss, so that the step has no effect, else 0."""
     is_loss = name == "loss" or name.startswith(BY_SOURCE)
     return total.value / (total.count if is_loss else total.count.clamp(min=1))

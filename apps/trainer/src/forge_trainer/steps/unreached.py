@@ -1,4 +1,4 @@
-"""Which parameters does no gradient reach? A part of a model that is in no path to the loss never learns."""
+"""Finds parameters that no gradient reaches: a part of a model without a path to the loss never learns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from forge_trainer.optim.groups import listed
 
 
 def unreached(parts: Sequence[nn.Module], mesh: Mesh) -> list[str]:
-    """The trained parameters whose gradient is 0 everywhere on all ranks. Collective; waits for the device.
+    """List the trained parameters whose gradient is 0 on all ranks. Collective; waits for the device.
 
     Args:
-        parts: of the model, after the backward passes of a step.
+        parts: parts of the model, after the backward passes of a step.
         mesh: the grid of ranks.
     """
     trained = {name: p for part in parts for name, p in part.named_parameters() if p.requires_grad}
@@ -36,7 +36,7 @@ def unreached(parts: Sequence[nn.Module], mesh: Mesh) -> list[str]:
 
 
 def tell_unreached(parts: Sequence[nn.Module], mesh: Mesh) -> None:
-    """Let the first rank name them. Collective."""
+    """Print the unreached parameters on the first rank. Collective."""
     names = unreached(parts, mesh)
     if names and (mesh.control_group is None or dist.get_rank(mesh.control_group) == 0):
         emit(

@@ -1,4 +1,4 @@
-"""From gradients to new weights: the half of a training step that all kinds of steps share."""
+"""Computes new weights from gradients: the half of a training step that all kinds of steps share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class Updated(NamedTuple):
     """The result of an update.
 
     Attributes:
-        grad_norm: [] float32, before clipping.
+        grad_norm: [] float32 gradient norm before clipping.
         finite: [] bool; when false, nothing was changed.
         lr: learning rate of the first parameter group.
-        statistics: [] each, by name: what the parts of the model on this rank tell of the step, the same on
+        statistics: [] each, by name: statistics of the step from this rank's parts of the model, equal on
             all ranks that have these parts.
     """
 
@@ -37,25 +37,24 @@ class Updated(NamedTuple):
 
 @dataclass
 class Update:
-    """Clips, sets the learning rate, takes the optimizer step and clears the gradients.
+    """The update of a step: clips, sets the learning rate, takes the optimizer step, clears the gradients.
 
     A part of the model that has a method `before_optimizer_step(sum_)` is called before gradients are
-    clipped, and then the gradients of experts are scaled where their layer says so. It may change its
-    buffers, such as the bias of a router, from what it counted, and may return statistics. `sum_` sums a
-    tensor over all ranks that have the same part of the model; those of tp have seen the same tokens, or
-    parts of them with `tensor_parallel.sequence`. Where the step is skipped, persistent buffers become what
-    `begin` found. One that has a method `before_micro_batches(tokens)` is told at the beginning how many
-    tokens the global batch has, without padding where it is known, one that has `before_step(step)` the
-    number of the step.
+    clipped; then the gradients of experts are scaled if their layer asks for it. The method may change
+    buffers, such as the bias of a router, by its counts, and may return statistics. `sum_` sums a tensor over
+    all ranks that have the same part of the model; ranks of tp have seen the same tokens, or parts of them
+    with `tensor_parallel.sequence`. If the step is skipped, persistent buffers get back their values at
+    `begin`. `begin` calls the method `before_micro_batches(tokens)` of a part, if any, with the number of
+    tokens in the global batch (without padding if that is known), and `before_step(step)` with the step.
 
     Attributes:
-        parts: of the model.
-        optimizer: its groups carry `initial_lr`.
-        lr_factor: what the peak learning rate is multiplied by, of the step from 0.
-        clip_norm: the gradient norm is at most this; 0 never clips.
+        parts: this rank's parts of the model.
+        optimizer: optimizer whose groups have `initial_lr`.
+        lr_factor: returns the factor of the peak learning rate for a step, from 0.
+        clip_norm: largest gradient norm; 0 never clips.
         mesh: the grid of ranks.
-        ema_decay: of the moving average of the weights; 0 keeps none.
-        on_first_step: called in the first step of a run, when there are gradients. Collective.
+        ema_decay: decay of the moving average of the weights; 0 keeps no average.
+        on_first_step: called in the first step of a run, after the backward pass. Collective.
     """
 
     parts: Sequence[nn.Module]
@@ -67,7 +66,7 @@ class Update:
     on_first_step: Callable[[], None] | None = None
 
     def begin(self, tokens: int | Tensor, step: int = 0) -> list[BuffersBefore]:
-        """Before the first forward pass of a step: tell the parts of it, remember their buffers."""
+        """Announce a step to the parts before its first forward pass; return copies of their buffers."""
         for part in self.parts:
             if (begin := getattr(part, "before_micro_batches", None)) is not None:
                 begin(tokens)
@@ -76,19 +75,19 @@ class Update:
         return [BuffersBefore(part) for part in self.parts]
 
     def __call__(self, step: int, loss: Tensor, held: Sequence[BuffersBefore] = ()) -> Updated:
-        """Take step number `step`; without effect when the loss or any gradient is not finite. Collective.
+        """Take step number `step`; without effect if the loss or any gradient is not finite. Collective.
 
         Args:
-            step: from 0.
-            loss: [] of the global batch.
-            held: from `begin`.
+            step: number of the step, from 0.
+            loss: [] loss of the global batch.
+            held: result of `begin`.
         """
         if step == 0 and self.on_first_step is not None:
             self.on_first_step()
         drop_frozen_gradients(self.optimizer, step)
         statistics = self._prepare()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # where nothing is trained on this rank, what is frozen says in which dtype ranks add up
+        # if this rank trains nothing, its frozen parameters give the dtype in which ranks add up
         parameters = parameters or [p for part in self.parts for p in part.parameters()]
         norm = global_norm(parameters, self.mesh)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
@@ -124,14 +123,14 @@ class Update:
         return self.optimizer.defaults["lr"] * factor if first is None else first["lr"]
 
     def _reset_lr(self) -> None:
-        """A function of the step, the learning rate is nothing that a checkpoint has to hold."""
+        """Reset the learning rate: it is a function of the step, so a checkpoint need not contain it."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"]
 
 
 @torch.no_grad()
 def _scale_gradients(experts: nn.Module, scales: Tensor) -> None:
-    """Multiply the gradients of stacked parameters [E, ...] by [E], those of this rank, in place."""
+    """Multiply this rank's gradients of stacked parameters [E, ...] by `scales` [E], in place."""
     for parameter in experts.parameters():
         if parameter.grad is not None:
             held, offsets, _ = local_shard(parameter.grad)

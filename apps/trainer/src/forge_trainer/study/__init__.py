@@ -1,1 +1,1 @@
-"""Many runs that answer one question: which there are, running them, and what they say together."""
+"""Studies, many runs that answer one question: lists the runs, runs them and analyses their results."""

@@ -1,4 +1,4 @@
-"""`forge study --analyse`: what the complete runs say, on the console, as Markdown, JSON and pictures."""
+"""`forge study --analyse`: analyses the complete runs; prints and writes Markdown, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FOLDER = "analysis"
 
 
 def analyse(study: StudyConfig, points: Sequence[Point], root: Path) -> int:
-    """Analyse a study; writes to `analysis/` in the folder of its runs.
+    """Analyse a study; write the results to `analysis/` in the folder of its runs.
 
     Raises:
-        ConfigError: no run is complete and has the loss that is asked for.
+        ConfigError: no complete run has the configured loss.
     """
     states = [state_of(point, root) for point in points]
     rows = [row_of(point, state, root) for point, state in zip(points, states, strict=True)]
@@ -54,7 +54,7 @@ def analyse(study: StudyConfig, points: Sequence[Point], root: Path) -> int:
 
 
 def findings(good: Sequence[Row], study: StudyConfig, curve: object) -> list[Finding]:
-    """All that the runs say anything about."""
+    """Return the findings of all analyses for which the runs suffice."""
     how = study.analysis
     lr_follows = ("lr",) if study.rules.lr is not None else ()
     made = [
@@ -69,7 +69,7 @@ def findings(good: Sequence[Row], study: StudyConfig, curve: object) -> list[Fin
 
 
 def report(name: str, found: Sequence[Finding], good: int, total: int) -> Iterator[str]:
-    """The findings as Markdown."""
+    """Yield the findings as lines of Markdown."""
     yield f"# {name}: {good} of {total} runs"
     if not found:
         yield "\nThese runs answer no question: vary a size, a length, a learning rate, a batch, or seeds."

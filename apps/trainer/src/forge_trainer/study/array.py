@@ -1,4 +1,4 @@
-"""A study as SLURM arrays, one for each number of ranks: a task for each run that is left."""
+"""Submits a study as SLURM arrays, one for each layout, with a task for each remaining run."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def submit(options: argparse.Namespace, name: str, points: Sequence[Point], root
 
 
 def layout_of(point: Point, cluster: ClusterConfig, nodes: int | None) -> tuple[int, int]:
-    """Nodes, and ranks of each, that a run needs: those of its mesh, where that says all of its axes.
+    """Return the nodes of a run and the ranks of each; from its mesh, if all axes are given.
 
     Raises:
-        ConfigError: it does not fit them.
+        ConfigError: the run does not fit them.
     """
     mesh = point.job.mesh
     if nodes is None and mesh.dp_shard > 0:

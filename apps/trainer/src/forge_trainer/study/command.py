@@ -1,4 +1,4 @@
-"""`forge study`: list the runs of a study, run them, or submit them, and write what they have reached."""
+"""`forge study`: lists the runs of a study, runs or submits them, and writes their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_study(options: argparse.Namespace) -> int:
     """Run a study as its options say.
 
     Raises:
-        ConfigError: the study or one of its runs cannot be.
+        ConfigError: the study or one of its runs is not valid.
     """
     path = Path(options.study)
     study, root = load_study(path)
@@ -59,7 +59,7 @@ def run_study(options: argparse.Namespace) -> int:
 
 
 def write_configs(points: Sequence[Point], root: Path, base: Path) -> None:
-    """Write the configuration of each run, which `forge train` takes by itself, too."""
+    """Write the configuration of each run; `forge train` also accepts it directly."""
     folder = root / CONFIGS
     folder.mkdir(parents=True, exist_ok=True)
     for point in points:
@@ -67,7 +67,7 @@ def write_configs(points: Sequence[Point], root: Path, base: Path) -> None:
 
 
 def ended(points: Sequence[Point], root: Path, is_over: bool) -> int:
-    """Write the results, and tell which runs failed and why."""
+    """Write the results, and print which runs failed and why; return the exit code."""
     states = [state_of(point, root) for point in points]
     rows = [row_of(point, state, root) for point, state in zip(points, states, strict=True)]
     written = write_results(rows, root)
@@ -84,7 +84,7 @@ def ended(points: Sequence[Point], root: Path, is_over: bool) -> int:
 
 
 def listed(study: StudyConfig, points: Sequence[Point], states: Sequence[State]) -> Iterator[str]:
-    """One line a run, and the total cost."""
+    """Yield one line for each run, and the total cost."""
     yield f"{study.name}: {len(points)} runs, {summary(states)}"
     width = max(len(point.name) for point in points)
     yield f"{'run':<{width}}  parameters   tokens  steps  batch (tokens)        lr   FLOPs  state"

@@ -1,4 +1,4 @@
-"""Which optimizer is better: at equal tokens, at equal time, and to equal loss."""
+"""Compares optimizers at equal tokens, at equal time, and at equal loss."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from forge_trainer.study.picture import Series, picture
 from forge_trainer.study.table import Row, groups, lowest
 
 SMOOTH = 0.05
-"""The part of a curve that a mean runs over."""
+"""The fraction of a curve that a running mean covers."""
 
 
 def optimizers(rows: Sequence[Row], how: AnalysisConfig, curve: Curve) -> Finding | None:
-    """Compare the best setting of each optimizer, at each size and length, with that of the first one.
+    """Compare the best setting of each optimizer, at each size and length, with the first optimizer's best.
 
-    The loss of a setting is the mean over its seeds: the best single run would be that of a lucky seed.
+    The loss of a setting is the mean over its seeds, because the best single run would have a lucky seed.
 
     Args:
-        rows: complete runs.
-        how: of the study.
-        curve: tokens, seconds and training loss of a run by its name.
+        rows: rows of complete runs.
+        how: analysis settings of the study.
+        curve: returns tokens, seconds and training loss of a run, by its name.
     """
     made, series = Finding("optimizers", "Optimizers"), list[Series]()
     best = lowest(over_seeds(rows, how.loss), how.loss, "parameters", "tokens", "optimizer")
@@ -49,7 +49,7 @@ def optimizers(rows: Sequence[Row], how: AnalysisConfig, curve: Curve) -> Findin
 
 
 def over_seeds(rows: Sequence[Row], loss: str) -> list[Row]:
-    """In place of each run, the one of its setting that is nearest to the mean over seeds, with that mean."""
+    """Replace each run by the run of its setting nearest to the mean over seeds, with this mean as loss."""
     nearest = {id(row): row for row in rows}
     for _, members in groups(rows, "seed"):
         mean = float(np.mean([row[loss] for row in members]))
@@ -59,7 +59,7 @@ def over_seeds(rows: Sequence[Row], loss: str) -> list[Row]:
 
 
 def smoothed(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
-    """Running means of the loss over the points before."""
+    """Return running means of the loss over previous points."""
     width = max(1, round(SMOOTH * len(points)))
     losses = [loss for _, _, loss in points]
     return [

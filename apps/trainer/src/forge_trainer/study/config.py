@@ -1,4 +1,4 @@
-"""What a study file holds: which runs there are, and how their sizes follow from rules. Imports no torch."""
+"""The study file: the runs of a study, and rules for their sizes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Tree = dict[str, Any]
 Positive = Annotated[float, Meta(gt=0)]
 Measure = Literal["parameters", "flops", "tokens", "batch_tokens", "width"]
 RULES = "rules."
-"""What the keys of a point begin with that change a rule, and not the job."""
+"""The prefix of keys of a point that change a rule instead of the job."""
 
 
 class PowerRule(Config):
-    """value * (x / at) ** power, where x is a measure of the run.
+    """A power law: value * (x / at) ** power, where x is a measure of the run.
 
     Attributes:
-        value: where the measure is `at`.
-        of: the measure.
-        at: see there.
-        power: 0 is a constant.
+        value: result if the measure equals `at`.
+        of: the measure x.
+        at: reference value of the measure.
+        power: exponent; 0 gives a constant.
     """
 
     value: Positive
@@ -32,10 +32,10 @@ class PowerRule(Config):
     power: float = 0.0
 
     def __call__(self, measures: dict[str, float]) -> float:
-        """The value for a run.
+        """Return the value for a run.
 
         Raises:
-            ConfigError: its model does not have the measure.
+            ConfigError: the model of the run does not have the measure.
         """
         if not measures[self.of]:
             raise ConfigError(
@@ -47,16 +47,16 @@ class PowerRule(Config):
 class RulesConfig(Config):
     """How the length of a run, its batch and its learning rate follow from its size.
 
-    At most one of `tokens`, `tokens_per_parameter` and `flops` says how long a run is; without any, its
-    `train.steps` do. Steps are rounded to whole ones.
+    At most one of `tokens`, `tokens_per_parameter` and `flops` sets the length of a run; without any,
+    `train.steps` sets it. The number of steps is rounded.
 
     Attributes:
-        tokens: that a run trains on.
-        tokens_per_parameter: the same as a multiple of its parameters.
-        flops: the same as a budget of training FLOPs, as the model counts them; equal budgets make an IsoFLOP
+        tokens: tokens that a run trains on.
+        tokens_per_parameter: tokens that a run trains on, as a multiple of its parameters.
+        flops: budget of training FLOPs of a run, as the model counts them; equal budgets make an IsoFLOP
             curve.
-        parameters: which parameters are counted: `all`, or those that are neither embedding nor head.
-        batch_tokens: tokens a step; rounded to whole micro-batches.
+        parameters: the parameters that count: `all`, or all but embedding and head.
+        batch_tokens: tokens of a step; rounded to whole micro-batches.
         lr: peak learning rate.
     """
 
@@ -85,11 +85,11 @@ class AnalysisConfig(Config):
     """How runs are analysed.
 
     Attributes:
-        loss: the name of the metric that runs are compared by.
-        bootstrap: samples of runs for the intervals.
-        level: of the intervals.
-        seed: of the samples.
-        predict: parameters and tokens to predict the loss of, each a pair.
+        loss: name of the metric by which runs are compared.
+        bootstrap: number of bootstrap samples for the intervals.
+        level: confidence level of the intervals.
+        seed: seed of the samples.
+        predict: pairs of parameters and tokens for which the loss is predicted.
     """
 
     loss: str = "eval/loss"
@@ -106,14 +106,14 @@ class StudyConfig(Config):
     `rules.KEY` changes a rule for a run.
 
     Attributes:
-        name: of the study.
-        base: the job that all build on, relative to the study file.
-        root: folder of the runs, results and pictures; absent means `runs/<name>`.
-        axes: by name, variants with several keys each, by name.
-        grid: keys with a list of values each.
-        points: further runs, each a table of keys, and perhaps a `name`.
-        rules: see there.
-        analysis: see there.
+        name: name of the study.
+        base: path of the common configuration of all runs, relative to the study file.
+        root: folder of the runs, results and pictures; default `runs/<name>`.
+        axes: axes by name; each has variants by name, each with several keys.
+        grid: keys, each with a list of values.
+        points: further runs, each a table of keys with an optional `name`.
+        rules: rules for length, batch and learning rate.
+        analysis: settings of the analysis.
     """
 
     path_keys = ("base",)
@@ -140,7 +140,7 @@ class StudyConfig(Config):
 
 
 def flattened(tree: Tree, prefix: str = "") -> Tree:
-    """Dotted keys and their values; a table is never a value."""
+    """Return dotted keys and their values; a table is never a value."""
     found: Tree = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -149,7 +149,7 @@ def flattened(tree: Tree, prefix: str = "") -> Tree:
 
 
 def nested(flat: Tree) -> Tree:
-    """Dotted keys as tables."""
+    """Convert dotted keys to nested tables."""
     tree: Tree = {}
     for key, value in flat.items():
         *tables, last = key.split(".")
@@ -161,10 +161,10 @@ def nested(flat: Tree) -> Tree:
 
 
 def load_study(path: Path | str) -> tuple[StudyConfig, Path]:
-    """A study and the folder of its runs.
+    """Load a study; return it and the folder of its runs.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: the study is not valid; lists every problem.
     """
     study = load(StudyConfig, path).value
     base = Path(path).parent / study.base
@@ -175,10 +175,10 @@ def load_study(path: Path | str) -> tuple[StudyConfig, Path]:
 
 
 def choices(study: StudyConfig) -> Iterator[tuple[Tree, Tree]]:
-    """Of each run: what it is called by, as axis and variant, or key and value; and the keys that it sets.
+    """Yield for each run the parts of its name (axis and variant, or key and value), and its keys.
 
     Raises:
-        ConfigError: two say different things of one key.
+        ConfigError: two axes set the same key.
     """
     axes = [
         [({axis: name}, flattened(keys)) for name, keys in variants.items()]

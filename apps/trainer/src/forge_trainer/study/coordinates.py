@@ -1,4 +1,4 @@
-"""Do activations change by the same amount at every width? The check of learning rates that are to transfer.
+"""Checks that activations change equally at every width, so that learning rates transfer between widths.
 
 Source: Yang et al. 2022, arXiv:2203.03466 appendix D.1. S sites.
 """
@@ -22,15 +22,15 @@ from forge_trainer.optim import trainable
 from forge_trainer.study.points import Point
 
 STEEP = 0.35
-"""A change that grows or falls with a power of the width above this is told."""
+"""The largest power of the width with which a change may grow or fall."""
 
 
 class Width(NamedTuple):
-    """One model.
+    """The result for one model.
 
     Attributes:
-        dim: its width.
-        changes: root mean square of what training has changed in the output of each site, by its name.
+        dim: width of the model.
+        changes: root mean square change of the output of each site by training, by name of the site.
     """
 
     dim: int
@@ -41,7 +41,7 @@ def check_coordinates(points: Sequence[Point], steps: int) -> int:
     """Train each model of a study for a few steps on one batch, and print how its activations change.
 
     Returns:
-        0, or 1 where a change grows or falls with the width, or is not finite.
+        0, or 1 if a change grows or falls with the width, or is not finite.
 
     Raises:
         ConfigError: the study has fewer than three widths.
@@ -58,7 +58,7 @@ def check_coordinates(points: Sequence[Point], steps: int) -> int:
 
 
 def slopes_of(found: Sequence[Width]) -> dict[str, float]:
-    """The power of the width that the change of each site grows with; NaN where a change is not finite."""
+    """Return the power of the width with which each site's change grows; NaN if a change is not finite."""
     widths = np.log([one.dim for one in found])
     return {site: _slope(widths, np.array([one.changes[site] for one in found])) for site in found[0].changes}
 
@@ -90,7 +90,7 @@ def _verdict(slope: float) -> str:
 
 
 def changes_of(job: Job, steps: int) -> Width:
-    """What a few steps of training on the first batch change in a model, in one process on the CPU."""
+    """Measure how a few steps of training on the first batch change a model, in one process on the CPU."""
     model = job.model.build()
     initialize(model, job.job.seed)
     optimizer, loss = job.optimizer.build(trainable([model])), job.loss.build()
@@ -112,7 +112,7 @@ def changes_of(job: Job, steps: int) -> Width:
 
 @torch.no_grad()
 def activations(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the embedding, the parts of each block, each block and the head return."""
+    """Return the outputs of the embedding, each block and its parts, and the head."""
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a table of runs says: one function a question, each with intervals, doubts and a picture."""
+"""Analyses a table of runs: one function for each question, with intervals, doubts and a picture."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from forge_trainer.study.scaling import FEWEST, Scaling, bootstrap, fit, interva
 from forge_trainer.study.table import Row, groups, lowest
 
 CLOSE = 1.05
-"""Budgets of FLOPs, and lengths in tokens, that differ by less than this factor are one."""
+"""Budgets of FLOPs and lengths in tokens that differ by at most this factor count as equal."""
 
 Curve = Callable[[str], list[tuple[float, float, float]]]
 
 
 @dataclass
 class Finding:
-    """An answer.
+    """The answer to a question about the runs.
 
     Attributes:
-        name: of its files.
-        title: for a person.
-        lines: what was found.
-        doubts: why it should not be believed.
-        numbers: the same for programs.
+        name: name of its files.
+        title: title for a person.
+        lines: results in words.
+        doubts: reasons to doubt the results.
+        numbers: results for programs.
         svg: its picture; empty if there is none.
     """
 
@@ -43,7 +43,7 @@ class Finding:
 
 
 def law(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
-    """The parametric law of the loss; None where there are too few runs to fit one."""
+    """Fit the parametric law of the loss; None if there are too few runs."""
     best = lowest(rows, how.loss, "parameters", "tokens")
     n, d, y = ([row[key] for row in best] for key in ("parameters", "tokens", how.loss))
     if len(best) <= FEWEST or len({*n}) < 3:
@@ -132,7 +132,7 @@ def _law_picture(
 
 
 def isoflops(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
-    """The best size for each budget of FLOPs; None without a budget that several sizes have."""
+    """Find the best size for each budget of FLOPs; None without a budget that several sizes have."""
     made, series = Finding("isoflop", "Best size for a budget"), list[Series]()
     budgets: list[float] = []
     places: list[tuple[Optimum, float]] = []
@@ -166,7 +166,7 @@ def isoflops(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
 
 
 def _alike(rows: Sequence[Row], key: str) -> list[list[Row]]:
-    """Rows of about the same FLOPs or tokens: all of a group are close to its lowest."""
+    """Group rows with about the same FLOPs or tokens; all of a group are close to its lowest."""
     found: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: row[key]):
         if found and row[key] <= CLOSE * found[-1][0][key]:
@@ -177,7 +177,7 @@ def _alike(rows: Sequence[Row], key: str) -> list[list[Row]]:
 
 
 def best_values(rows: Sequence[Row], how: AnalysisConfig, vary: str, *also: str) -> Finding | None:
-    """The best learning rate (`lr`) or batch (`batch_tokens`), and how it moves with the size."""
+    """Find the best learning rate (`lr`) or batch (`batch_tokens`), and how it changes with the size."""
     called = {"lr": "learning rate", "batch_tokens": "batch"}[vary]
     made = Finding(f"best_{vary}", f"Best {called}")
     series, found = list[Series](), list[tuple[Row, Optimum]]()
@@ -208,7 +208,7 @@ def best_values(rows: Sequence[Row], how: AnalysisConfig, vary: str, *also: str)
 def _equally_long(
     made: Finding, rows: Sequence[Row], vary: str, *also: str
 ) -> Iterator[tuple[Row, list[Row]]]:
-    """Groups of rows that differ in `vary` and saw about as many tokens; others are doubted in `made`."""
+    """Yield groups of rows that differ in `vary` and saw about as many tokens; add doubts about others."""
     for common, members in groups(rows, vary, *also):
         parts = [part for part in _alike(members, "tokens") if len({row[vary] for row in part}) > 1]
         for part in parts:
@@ -240,7 +240,7 @@ def _trend(
 
 
 def _parabola(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-    """For the picture; empty where there are too few points."""
+    """Return the points of a parabola for the picture; empty if there are too few points."""
     if len({*xs}) < 3:
         return []
     logs = np.log(xs)
@@ -249,7 +249,7 @@ def _parabola(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, flo
 
 
 def seeds(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
-    """How much the loss changes with the seed alone."""
+    """Measure how much the loss changes with the seed alone."""
     made, squares, free = Finding("seeds", "What the seed changes"), 0.0, 0
     for common, members in groups(rows, "seed"):
         losses = np.array([row[how.loss] for row in members])

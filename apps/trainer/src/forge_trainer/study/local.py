@@ -18,26 +18,26 @@ from forge_trainer.study.points import Point
 from forge_trainer.study.state import EXITED, log_of
 
 TRIES = 3
-"""Starts of a run that was stopped, in one call; the next call starts it again."""
+"""The most starts of a stopped run in one call; the next call starts it again."""
 
 POLL_S = 0.2
 Say = Callable[[str], None]
 
 
 def run_here(points: Sequence[Point], root: Path, configs: Path, jobs: int, say: Say) -> bool:
-    """Start runs, `jobs` at a time, each as often as it is stopped before its end.
+    """Run the runs, `jobs` at a time; start a run again if it is stopped before its end.
 
-    A signal is handed on to those that run, which save and end; then nothing more is started.
+    A signal is passed to the active runs, which save and end; then no further run is started.
 
     Args:
-        points: the runs, in the order in which they start.
-        root: their folder.
-        configs: the folder of their configurations.
-        jobs: at a time; each has its share of the cores.
-        say: hears of each end.
+        points: the runs, in the order of their start.
+        root: folder of the runs.
+        configs: folder of their configurations.
+        jobs: number of runs at a time; each has its share of the cores.
+        say: called with a message at each end.
 
     Returns:
-        Whether all were started, and none was stopped by a signal.
+        Whether all runs were started, and no signal came.
     """
     waiting, running = list(points), dict[str, tuple[Point, subprocess.Popen[bytes], float]]()
     tries: dict[str, int] = {}
@@ -85,7 +85,7 @@ def _start(point: Point, root: Path, configs: Path, threads: str) -> subprocess.
 
 @contextmanager
 def _stopping(running: dict[str, tuple[Point, subprocess.Popen[bytes], float]]) -> Iterator[list[int]]:
-    """Signals that came while inside; each was handed on to the runs."""
+    """Yield a list of the signals that came inside this context; each is passed to the runs."""
     came: list[int] = []
 
     def hand_on(number: int, frame: object) -> None:

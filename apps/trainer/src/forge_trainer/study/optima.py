@@ -1,4 +1,4 @@
-"""Where is the loss lowest, over learning rates, batches or sizes, and how does that place move?"""
+"""Finds the lowest loss over learning rates, batches or sizes, and how this optimum changes with size."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 FEWEST = 3
 FAR = 10.0
-"""A law is not believed further than this factor beyond what was measured."""
+"""The factor beyond the measured range up to which a law is trusted."""
 
 
 class Optimum(NamedTuple):
     """The lowest point of a parabola through losses over the logarithm of x.
 
     Attributes:
-        x: where; that of the lowest loss where the parabola opens downwards.
-        loss: there.
-        low: end of the interval of x.
-        high: its other end.
-        doubts: why it should not be believed; empty if nothing speaks against it.
+        x: place of the optimum; the place of the lowest measured loss if the parabola opens downwards.
+        loss: loss at x.
+        low: lower end of the interval of x.
+        high: upper end of the interval of x.
+        doubts: reasons to doubt it; empty if there are none.
     """
 
     x: float
@@ -32,14 +32,14 @@ class Optimum(NamedTuple):
 
 
 def optimum(xs: Sequence[float], losses: Sequence[float], samples: int, level: float, seed: int) -> Optimum:
-    """The lowest point of a parabola in ln x.
+    """Find the lowest point of a parabola in ln x.
 
     Args:
-        xs: above 0.
-        losses: of each.
-        samples: for the interval.
-        level: of the interval.
-        seed: of the samples.
+        xs: values above 0.
+        losses: loss at each value.
+        samples: number of samples for the interval.
+        level: confidence level of the interval.
+        seed: seed of the samples.
     """
     x, y = np.log(np.asarray(xs, dtype=np.float64)), np.asarray(losses, dtype=np.float64)
     lowest = int(y.argmin())
@@ -66,7 +66,7 @@ def optimum(xs: Sequence[float], losses: Sequence[float], samples: int, level: f
 
 
 def _lowest(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
-    """Of a least-squares parabola; None where it opens downwards or there is none."""
+    """Return the lowest point of a least-squares parabola; None if it opens downwards or is undetermined."""
     middle = x.mean()
     design = np.stack([np.ones_like(x), x - middle, (x - middle) ** 2], 1)
     (c, b, a), _, rank, _ = np.linalg.lstsq(design, y, rcond=None)
@@ -78,7 +78,7 @@ def _lowest(x: np.ndarray, y: np.ndarray) -> tuple[float, float] | None:
 def _interval(
     x: np.ndarray, y: np.ndarray, at: float, samples: int, level: float, seed: int
 ) -> tuple[float, float]:
-    """Of the place, by residuals that are dealt out anew; few values leave too few runs to draw from."""
+    """Return the interval of the optimum by a bootstrap over residuals; few values leave too few runs."""
     middle = x.mean()
     design = np.stack([np.ones_like(x), x - middle, (x - middle) ** 2], 1)
     fitted = design @ np.linalg.lstsq(design, y, rcond=None)[0]
@@ -96,7 +96,7 @@ def _interval(
 
 
 def _student(level: float, free: int) -> float:
-    """How much wider an interval is where few residuals tell the noise: quantiles of t against normal ones.
+    """Return how much wider an interval is with few residuals: quantiles of t over normal quantiles.
 
     Source: Abramowitz & Stegun 26.7.5, its first term.
     """
@@ -105,15 +105,15 @@ def _student(level: float, free: int) -> float:
 
 
 class Trend(NamedTuple):
-    """y = factor * x ** power.
+    """A power law y = factor * x ** power.
 
     Attributes:
-        factor: see there.
-        power: see there.
-        low: end of the interval of the power.
-        high: its other end.
-        reach: the largest x that it is believed for.
-        doubts: why it should not be believed.
+        factor: factor of the law.
+        power: exponent of the law.
+        low: lower end of the interval of the power.
+        high: upper end of the interval of the power.
+        reach: the largest x for which the law is trusted.
+        doubts: reasons to doubt it.
     """
 
     factor: float
@@ -124,12 +124,12 @@ class Trend(NamedTuple):
     doubts: tuple[str, ...] = ()
 
     def at(self, x: float) -> float:
-        """The value at x."""
+        """Return the value at x."""
         return self.factor * x**self.power
 
 
 def trend(xs: Sequence[float], ys: Sequence[float], samples: int, level: float, seed: int) -> Trend:
-    """A power law through points, by least squares of logarithms; its interval by bootstrap over points."""
+    """Fit a power law by least squares of logarithms, with an interval by bootstrap over points."""
     x, y = np.log(np.asarray(xs, dtype=np.float64)), np.log(np.asarray(ys, dtype=np.float64))
     doubts: list[str] = []
     if len(np.unique(x)) < 2:

@@ -1,4 +1,4 @@
-"""Small pictures as SVG: points and lines over logarithmic or plain axes. Any browser shows them."""
+"""Draws small SVG pictures: points and lines over logarithmic or linear axes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Series(NamedTuple):
     """Points, a line and error bars in one colour.
 
     Attributes:
-        name: in the legend.
-        points: (x, y) to mark.
-        line: (x, y) to connect.
-        bars: (x, low, high), upright.
+        name: name in the legend.
+        points: points (x, y) to mark.
+        line: points (x, y) to connect.
+        bars: vertical error bars (x, low, high).
     """
 
     name: str
@@ -30,15 +30,15 @@ class Series(NamedTuple):
 def picture(
     title: str, x: str, y: str, series: Sequence[Series], log_x: bool = True, log_y: bool = False
 ) -> str:
-    """An SVG.
+    """Draw a picture; return its SVG text.
 
     Args:
-        title: above.
-        x: the name of the axis.
-        y: the name of the axis.
-        series: in the order of their colours.
-        log_x: whether x is logarithmic; it is above 0 then.
-        log_y: the same of y.
+        title: title above the picture.
+        x: name of the x axis.
+        y: name of the y axis.
+        series: the series, in the order of their colours.
+        log_x: whether the x axis is logarithmic; then all x must be above 0.
+        log_y: whether the y axis is logarithmic.
     """
     xs = [p[0] for s in series for p in (*s.points, *s.line, *s.bars)]
     ys = [v for s in series for p in (*s.points, *s.line) for v in p[1:]]
@@ -82,7 +82,7 @@ def _drawn(one: Series, colour: str, across: _Axis, up: _Axis) -> list[str]:
 
 
 class _Axis:
-    """From a value to a place in the picture."""
+    """An axis, which maps a value to a place in the picture."""
 
     def __init__(self, values: Sequence[float], is_log: bool, start: float, end: float) -> None:
         self._is_log, self._start, self._end = is_log, start, end
@@ -99,7 +99,7 @@ class _Axis:
         return self._start + share * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        """Round numbers in the range."""
+        """Return round numbers in the range."""
         span = self._high - self._low
         if self._is_log and span > 1.2:
             return [10.0**n for n in range(math.ceil(self._low), math.floor(self._high) + 1)]
@@ -111,7 +111,7 @@ class _Axis:
 
 
 def _even(low: float, high: float) -> list[float]:
-    """Round numbers at equal distances."""
+    """Return round numbers at equal distances."""
     span = high - low
     step = 10.0 ** math.floor(math.log10(span / 4))
     step *= next(n for n in (1, 2, 5, 10) if span / (n * step) <= 6)

@@ -1,4 +1,4 @@
-"""From a study to its runs: their names, the keys that they set, and the lengths that rules give them."""
+"""Derives the runs of a study: their names, the keys that they set, and their lengths by rules."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from forge_trainer.config.job import Job, load_job
 from forge_trainer.study.config import RULES, RulesConfig, StudyConfig, Tree, choices, flattened, nested
 
 TAKEN = ("analysis", "configs", "logs", "results.csv", "results.parquet")
-"""What lies beside the folders of the runs."""
+"""Files and folders beside the folders of the runs."""
 
 LONGEST = 100
-"""Letters of the name of a run; a longer one ends with a digest."""
+"""The most letters in the name of a run; a longer name is cut and ends with a digest."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Point:
     """A run of a study.
 
     Attributes:
-        name: of the run, made of what it is called by.
-        choice: what distinguishes it: axis and variant, or key and value; of a named run, the keys it sets.
-        keys: that it sets in the job, those of the rules included.
-        job: what is trained.
+        name: name of the run, made from its choices.
+        choice: axes with variants, and keys with values, that define the run; for a named run, its keys.
+        keys: keys that it sets in the job, including keys set by rules.
+        job: configuration of the run.
         measures: `parameters`, `flops`, `tokens`, `batch_tokens`, `width`, as rules and analyses count them.
     """
 
@@ -42,20 +42,20 @@ class Point:
     measures: dict[str, float]
 
     def toml(self, base: Path) -> str:
-        """The file that `forge train` takes."""
+        """Return the TOML text of the run for `forge train`."""
         return dumps({"extends": str(base.resolve()), **nested(self.keys)})
 
 
 def points_of(study: StudyConfig, path: Path, root: Path) -> list[Point]:
-    """All runs of a study, in order. Builds models without values where a rule counts parameters.
+    """Return all runs of a study, in order. Builds models without values to count parameters.
 
     Args:
         study: the configuration.
-        path: of its file.
-        root: of its runs.
+        path: path of its file.
+        root: folder of its runs.
 
     Raises:
-        ConfigError: a run cannot be, or two have one name.
+        ConfigError: a run is not valid, or two have the same name.
     """
     base, found = path.parent / study.base, dict[str, Point]()
     for called, keys in choices(study):
@@ -76,7 +76,7 @@ def points_of(study: StudyConfig, path: Path, root: Path) -> list[Point]:
 
 
 def name_of(called: Tree) -> str:
-    """The name of a run: `size-small-lr-0.001-seed-0`. It does not depend on what other runs there are."""
+    """Return the name of a run, such as `size-small-lr-0.001-seed-0`; it does not depend on other runs."""
     parts = [
         _spelled(value) if key == "name" else f"{key.rpartition('.')[2]}-{_spelled(value)}"
         for key, value in called.items()
@@ -125,12 +125,12 @@ def _changed(rules: RulesConfig, keys: Tree) -> RulesConfig:
 
 
 def overrides_of(keys: Tree) -> list[str]:
-    """The flags of a command line that set these keys."""
+    """Return the command-line flags that set these keys."""
     return [f"--{key}={inline(value)}" for key, value in keys.items()]
 
 
 def measures_of(job: Job, rules: RulesConfig) -> dict[str, float]:
-    """Measures of a run that are known before it runs."""
+    """Return the measures of a run that are known before it runs."""
     parameters, without = counted(job.model)
     flops = job.model.flops_per_token(job.data.max_tokens)
     samples = job.batch_sizes.samples(job.train.steps)
@@ -148,7 +148,7 @@ _known: dict[str, tuple[int, int]] = {}
 
 
 def counted(model: ModelConfig) -> tuple[int, int]:
-    """Parameters of a model, all of them and those that are neither embedding nor head."""
+    """Count the parameters of a model: all, and all but embedding and head."""
     if (key := repr(model)) not in _known:
         import torch
 
@@ -162,10 +162,10 @@ def counted(model: ModelConfig) -> tuple[int, int]:
 
 
 def ruled(job: Job, rules: RulesConfig, measures: dict[str, float]) -> Tree:
-    """The keys that the rules set.
+    """Return the keys that the rules set.
 
     Raises:
-        ConfigError: a run would have less than a step.
+        ConfigError: the run would have less than one step.
     """
     if not rules.lengths and rules.batch_tokens is None and rules.lr is None:
         return {}

@@ -1,4 +1,4 @@
-"""One row for each run of a study, as CSV and parquet. Imports no torch."""
+"""Writes the results of a study as CSV and parquet, one row for each run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from forge_trainer.study.state import State
 
 Row = dict[str, Any]
 TAIL = 0.05
-"""The part of the logged steps at the end whose mean is `train_loss`."""
+"""The fraction of logged steps at the end whose mean loss is `train_loss`."""
 
 
 def row_of(point: Point, state: State, root: Path) -> Row:
-    """A row of the results table: settings, state and losses of a run; None where unknown."""
+    """Return a row of the results table: settings, state and losses of a run; None if unknown."""
     records = read_lines(RunFiles(root / point.name).metrics, "step")
     losses = [(r["step"], r["loss"]) for r in records if _is_number(r.get("loss"))]
     last = losses[-max(1, round(TAIL * len(losses))) :]
@@ -49,7 +49,7 @@ def row_of(point: Point, state: State, root: Path) -> Row:
 
 
 def time_of(records: Sequence[Row]) -> float:
-    """Seconds of training, from the means that lines of metrics hold."""
+    """Return the seconds of training, from the means in the lines of metrics."""
     spent, before = 0.0, 0
     for record in records:
         if _is_number(seconds := record.get("time/training_s")):
@@ -59,7 +59,7 @@ def time_of(records: Sequence[Row]) -> float:
 
 
 def curve_of(point: Point, root: Path) -> list[tuple[float, float, float]]:
-    """Tokens, seconds and training loss of each logged step."""
+    """Return tokens, seconds and training loss of each logged step."""
     found, spent, before = list[tuple[float, float, float]](), 0.0, 0
     for record in read_lines(RunFiles(root / point.name).metrics, "step"):
         seconds, loss = record.get("time/training_s"), record.get("loss")
@@ -75,7 +75,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def write_results(rows: Sequence[Row], root: Path) -> list[Path]:
-    """Write `results.csv` and `results.parquet`; returns both."""
+    """Write `results.csv` and `results.parquet`; return both paths."""
     import pyarrow
     import pyarrow.parquet
 
@@ -94,7 +94,7 @@ def write_results(rows: Sequence[Row], root: Path) -> list[Path]:
 
 
 def _column(values: list[Any]) -> list[Any]:
-    """Values of one type: text where they are not all numbers."""
+    """Convert values to one type; to text if they are not all numbers."""
     there = [value for value in values if value is not None]
     if all(isinstance(value, int) and not isinstance(value, bool) for value in there):
         return values

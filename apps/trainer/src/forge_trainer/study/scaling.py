@@ -1,8 +1,8 @@
-"""The loss as a function of parameters N and tokens D: L = E + A / N^alpha + B / D^beta.
+"""Fits the loss as a function of parameters N and tokens D: L = E + A / N^alpha + B / D^beta.
 
-Fitted as in Hoffmann et al. 2022 (arXiv:2203.15556, approach 3): the sum of Huber losses of log L, delta
-1e-3, from many starts, to its very minimum (Besiroglu et al. 2024, arXiv:2404.10102, found that the
-published fit had ended before). P runs, S starts.
+As in Hoffmann et al. 2022 (arXiv:2203.15556, approach 3), the fit minimizes the sum of Huber losses of log L,
+delta 1e-3, from many starts; it converges fully (Besiroglu et al. 2024, arXiv:2404.10102, found that the
+published fit had stopped too early). P runs, S starts.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import numpy as np
 DELTA = 1e-3
 STEPS = 300
 GAIN = 1e-6
-"""A start is done when eight steps in a row have made its loss smaller by less than this part."""
+"""A start has converged when eight steps in a row reduce its loss by less than this fraction."""
 
 STARTS = np.array(
     [*product((0.0, 5.0, 10.0, 15.0), (0.0, 5.0, 10.0, 15.0), (-1.0, 0.0, 1.0), (0.2, 0.6), (0.2, 0.6))]
 )
 """[S, 5]: ln A, ln B, ln E, alpha, beta."""
 FEWEST = 5
-"""Parameters of the fit."""
+"""The number of parameters of the fit."""
 
 
 class Scaling(NamedTuple):
     """A fitted law.
 
     Attributes:
-        e: the loss that no size reaches.
-        a: of the size.
-        b: of the tokens.
+        e: irreducible loss.
+        a: coefficient of the size.
+        b: coefficient of the tokens.
         alpha: exponent of the size.
         beta: exponent of the tokens.
     """
@@ -44,17 +44,17 @@ class Scaling(NamedTuple):
     beta: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Predicted."""
+        """Return the predicted loss."""
         return self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
     @property
     def size_exponent(self) -> float:
-        """How the best size grows with compute: N ~ C ** this (Hoffmann et al. 2022 eq. 4)."""
+        """The exponent of the best size in compute: N ~ C ** exponent (Hoffmann et al. 2022 eq. 4)."""
         return self.beta / (self.alpha + self.beta)
 
 
 def _predicted(theta: np.ndarray, n: np.ndarray, d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Log L [S, P] and its derivatives [S, P, 5] by ln A, ln B, ln E, alpha, beta."""
+    """Return log L [S, P] and its derivatives [S, P, 5] by ln A, ln B, ln E, alpha, beta."""
     a, b, e, alpha, beta = (theta[:, k, None] for k in range(5))
     terms = np.stack([a - alpha * n, b - beta * d, np.broadcast_to(e, (len(theta), len(n)))], -1)
     high = terms.max(-1, keepdims=True)
@@ -71,17 +71,17 @@ def _huber(residual: np.ndarray) -> np.ndarray:
 def _descend(
     theta: np.ndarray, n: np.ndarray, d: np.ndarray, y: np.ndarray, counts: np.ndarray
 ) -> np.ndarray:
-    """Levenberg-Marquardt with Huber weights from all starts at once.
+    """Run Levenberg-Marquardt with Huber weights from all starts at once.
 
     Args:
         theta: [S, 5].
         n: [P] ln N.
         d: [P] ln D.
         y: [P] ln L.
-        counts: [S, P], how often each run counts.
+        counts: [S, P] weight of each run.
 
     Returns:
-        [S, 5].
+        [S, 6]: the parameters and the final loss of each start.
     """
     damping = np.full(len(theta), 1e-2)
     predicted, slope = _predicted(theta, n, d)
@@ -123,7 +123,7 @@ def _law(theta: np.ndarray) -> Scaling:
 
 
 def fit(parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float]) -> Scaling:
-    """The law that fits best, of all starts.
+    """Fit the law from all starts; return the best fit.
 
     Raises:
         ValueError: there are fewer runs than parameters of the law, or numbers that are not above 0.
@@ -141,7 +141,7 @@ def bootstrap(
     seed: int,
     best: Scaling | None = None,
 ) -> list[Scaling]:
-    """Laws fitted to samples of the runs, drawn with replacement, from the best fit and starts beside it."""
+    """Fit laws to samples of the runs, drawn with replacement, from the best fit and starts near it."""
     n, d, y = _logs(parameters, tokens, losses)
     best = best or fit(parameters, tokens, losses)
     middle = np.array([np.log(best.a), np.log(best.b), np.log(best.e), best.alpha, best.beta])
@@ -163,12 +163,12 @@ def _logs(*columns: Sequence[float]) -> tuple[np.ndarray, ...]:
 
 
 def interval(values: Sequence[float], level: float, runs: int, free: int = FEWEST) -> tuple[float, float]:
-    """The middle `level` of bootstrap values, made wider where few runs are left beside the parameters.
+    """Return the middle `level` of bootstrap values, widened if runs are few compared to the parameters.
 
     Args:
-        values: of the samples.
-        level: such as 0.9.
-        runs: that were fitted.
+        values: values of the samples.
+        level: confidence level, such as 0.9.
+        runs: number of fitted runs.
         free: parameters of the fit; samples underestimate the spread by a factor of sqrt(1 - free / runs).
     """
     low, middle, high = np.quantile(values, [(1 - level) / 2, 0.5, (1 + level) / 2])

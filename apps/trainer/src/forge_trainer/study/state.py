@@ -1,4 +1,4 @@
-"""How far each run of a study is, and why those that failed did. Imports no torch."""
+"""Finds the state of each run of a study, and why runs failed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Kind = Literal["complete", "running", "stopped", "failed", "waiting"]
 
 
 class State(NamedTuple):
-    """How far a run is.
+    """The state of a run.
 
     Attributes:
-        kind: `stopped` goes on when it is started again, `failed` needs somebody to look, `waiting` has not
+        kind: `stopped` continues when it is started again, `failed` needs a person, `waiting` has not
             begun.
-        step: of its newest checkpoint.
-        code: the exit code of its last start; None if it has none.
-        reason: of its end, in words.
+        step: step of its newest checkpoint.
+        code: exit code of its last start; None if there is none.
+        reason: reason of its end, in words.
     """
 
     kind: Kind
@@ -38,12 +38,12 @@ class State(NamedTuple):
 
 
 def log_of(root: Path, name: str) -> Path:
-    """The log file of a run started here."""
+    """Return the log file of a run started on this machine."""
     return root / LOGS / f"{name}.log"
 
 
 def state_of(point: Point, root: Path) -> State:
-    """How far a run is, from what lies in its folder and its log."""
+    """Return the state of a run, from its folder and its log."""
     run, log = root / point.name, log_of(root, point.name)
     steps = Store(RunFiles(run).checkpoints).steps() if RunFiles(run).checkpoints.exists() else []
     step = steps[-1] if steps else 0
@@ -68,7 +68,7 @@ def state_of(point: Point, root: Path) -> State:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+    """Return the last line of a log that is neither empty nor an exit code."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -80,11 +80,11 @@ def last_line(log: Path) -> str:
 
 
 EXITED = "forge study: exit code "
-"""What the last line of a log begins with, once the start that wrote it has ended."""
+"""The beginning of the last line of a log once its start has ended."""
 
 
 def _code_of(log: Path) -> int | None:
-    """The exit code that the last start has left in its log; None while there is none, or it was killed."""
+    """Return the exit code of the last start from its log; None if it still runs or was killed."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -95,7 +95,7 @@ def _code_of(log: Path) -> int | None:
 
 
 def summary(states: Sequence[State]) -> str:
-    """`7 complete, 1 failed`."""
+    """Count the states in words, such as `7 complete, 1 failed`."""
     kinds: dict[str, int] = {}
     for state in states:
         kinds[state.kind] = kinds.get(state.kind, 0) + 1

@@ -1,4 +1,4 @@
-"""Which runs of a table can be compared: groups of rows that differ in one thing only."""
+"""Finds comparable runs in a table: groups of rows that differ in one column only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOT_COMPARED = ("state", "step", "code", "reason", "run")
 
 
 def complete(rows: Sequence[Row], loss: str) -> list[Row]:
-    """The rows of complete runs that have the loss as a number."""
+    """Return the rows of complete runs with a finite loss."""
     return [
         row
         for row in rows
@@ -20,7 +20,7 @@ def complete(rows: Sequence[Row], loss: str) -> list[Row]:
 
 
 def lowest(rows: Sequence[Row], loss: str, *keys: str) -> list[Row]:
-    """The best run for each value of the keys: other choices, such as the learning rate, are made well."""
+    """Return the run of lowest loss for each value of the keys, over other choices such as learning rates."""
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = tuple(row[name] for name in keys)
@@ -33,8 +33,8 @@ def groups(rows: Sequence[Row], vary: str, *also: str) -> Iterator[tuple[Row, li
     """Group rows that differ in nothing but `vary` and columns that follow from it.
 
     Args:
-        rows: of the table.
-        vary: a column.
+        rows: rows of the table.
+        vary: the column that differs.
         also: columns that may differ with it.
     """
     columns = ("parameters", "tokens", "batch_tokens", "lr", "optimizer", "seed")
@@ -50,7 +50,7 @@ def groups(rows: Sequence[Row], vary: str, *also: str) -> Iterator[tuple[Row, li
 
 
 def _column(key: str) -> str:
-    """The column that says the same as a key that a study sets."""
+    """Return the column that corresponds to a key of a study; the key itself if there is none."""
     known = {
         "set.optimizer.lr": "lr",
         "set.job.seed": "seed",

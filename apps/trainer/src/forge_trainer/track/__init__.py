@@ -1,4 +1,4 @@
-"""Where metrics go: `[track]` and the interface of trackers."""
+"""Destinations of metrics: the section `[track]` and the interface of trackers."""
 
 from forge_trainer.track.base import Tracker as Tracker
 from forge_trainer.track.config import TrackConfig as TrackConfig

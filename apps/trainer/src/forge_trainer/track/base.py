@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Protocol
 
 Record = Mapping[str, float]
-"""Numbers by name; always holds `step` and `tokens`."""
+"""Numbers by name; `step` and `tokens` are always present."""
 
 
 class Tracker(Protocol):
-    """Takes one record at a time. Lives on the first rank only."""
+    """A destination of metrics, which takes one record at a time. It exists on the first rank only."""
 
     def log(self, record: Record) -> None:
         """Take one record."""

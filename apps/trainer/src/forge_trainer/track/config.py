@@ -1,4 +1,4 @@
-"""The section `[track]`; `metrics.jsonl` and the console are always there."""
+"""The section `[track]`; `metrics.jsonl` and the console always exist."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from forge_config import ALL_KEYS, Config, Meta
 
 
 class WandbConfig(Config):
-    """Weights & Biases.
+    """Settings of Weights & Biases.
 
     Attributes:
-        project: the project on the server.
-        entity: team or user; absent means the default of the account.
+        project: project on the server.
+        entity: team or user; default as set in the account.
         mode: `offline` writes files into the run directory for a later `wandb sync`.
-        name: of the run there; absent means `job.name`.
-        group: runs that belong together, such as those of a sweep.
-        tags: words to find the run by.
-        notes: a longer text about it.
+        name: name of the run on the server; default `job.name`.
+        group: name of a group of runs, such as a sweep.
+        tags: words by which the run can be found.
+        notes: a longer text about the run.
     """
 
     project: str = "forge"
@@ -33,10 +33,10 @@ class TrackConfig(Config):
     """Trackers beside `metrics.jsonl` and the console.
 
     Attributes:
-        tensorboard: write event files to `<run>/tensorboard`.
-        peak_tflops: dense peak of one device in the number format that is computed in, for MFU; absent means
-            that of a table of devices in bfloat16. A device that is not in it has no MFU, never a guess.
-        wandb: report to Weights & Biases; a server that cannot be reached never hurts the run.
+        tensorboard: whether to write event files to `<run>/tensorboard`.
+        peak_tflops: dense peak of one device in the number format of the computation, for MFU; default from
+            a table of devices in bfloat16. A device that is not in the table has no MFU.
+        wandb: settings of Weights & Biases; default none. An unreachable server does not affect the run.
     """
 
     free_keys = (ALL_KEYS,)

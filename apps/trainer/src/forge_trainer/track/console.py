@@ -1,4 +1,4 @@
-"""What a person sees: one live line on a terminal, plain lines in a log file."""
+"""Shows records to a person: one live line on a terminal, plain lines in a log file."""
 
 import sys
 import time
@@ -12,14 +12,14 @@ from forge_trainer.console import emit
 from forge_trainer.track.base import Record
 
 WINDOW = 20
-"""The time left follows from the speed over so many records."""
+"""The number of records from whose speed the time left is computed."""
 
 TASKS = 8
-"""Most numbers of tasks in a line."""
+"""The most numbers of tasks in a line."""
 
 
 class _Terminal(RichConsole):
-    """A console whose reader may leave: later lines are lost, and the run goes on."""
+    """A console whose reader may close: later lines are lost, and the run continues."""
 
     def on_broken_pipe(self) -> None:
         """See `rich.console.Console`, which ends the process here."""
@@ -28,7 +28,7 @@ class _Terminal(RichConsole):
 
 
 class Console:
-    """Shows records. Evaluations stay on the screen; training steps move the live line."""
+    """A tracker that shows records. Evaluations stay on the screen; training steps update the live line."""
 
     def __init__(self, name: str, first_step: int, steps: int, console: RichConsole | None = None) -> None:
         self._console = console or _Terminal(highlight=False)
@@ -73,7 +73,7 @@ class Console:
             self._console.print(f"step {step:>6}/{self._steps}  {numbers}", soft_wrap=True)
 
     def _left(self, step: int) -> str:
-        """The time left at the speed of late, evaluations and checkpoints included."""
+        """Return the time left at the recent speed, which includes evaluations and checkpoints."""
         now = time.monotonic()
         start_s, start_step = self._times[0]
         self._times.append((now, step))
@@ -86,7 +86,7 @@ class Console:
 
 
 def _of_device(record: Record) -> str:
-    """How well a device is used, and the most of its memory that was taken; nothing where it is not known."""
+    """Return MFU and peak memory of the device as text; empty if unknown."""
     told = [f"MFU {record['mfu']:.1%}"] if "mfu" in record else []
     if "memory/utilization" in record:
         told.append(f"{record['memory/peak_reserved_gib']:.1f} GiB ({record['memory/utilization']:.0%})")
@@ -94,7 +94,7 @@ def _of_device(record: Record) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span with its two largest units, such as `2 d 3 h` or `4 min 5 s`."""
+    """Format a time span with its two largest units, such as `2 d 3 h` or `4 min 5 s`."""
     total = round(seconds)
     parts = {"d": total // 86400, "h": total // 3600 % 24, "min": total // 60 % 60, "s": total % 60}
     first = next((i for i, count in enumerate(parts.values()) if count), 3)

@@ -1,4 +1,4 @@
-"""One JSON object a line in `metrics.jsonl`, the record of a run that needs nothing to be read."""
+"""Writes records to `metrics.jsonl`, one JSON object in each line."""
 
 import json
 import logging
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Jsonl:
-    """Appends to a file, and adds to each record the `time` in seconds since 1970.
+    """A tracker that appends to a file, and adds to each record the `time` in seconds since 1970.
 
-    When it is opened, records after the step that a run resumes from are dropped, and damaged lines are moved
-    to `metrics.jsonl.damaged`. A record that cannot be written leaves no half line behind.
+    On opening, records after the step from which the run resumes are dropped, and damaged lines are moved to
+    `metrics.jsonl.damaged`. A record that cannot be written leaves no partial line behind.
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
@@ -29,7 +29,7 @@ class Jsonl:
         """See `Tracker.log`. Numbers that JSON does not have (NaN, infinity) become null.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the record cannot be written.
         """
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
         line = json.dumps(finite | {"time": round(time.time(), 3)}).encode() + b"\n"
@@ -47,7 +47,7 @@ class Jsonl:
 
 
 def _keep_until(path: Path, last_step: int) -> None:
-    """Drop later records, and set damaged lines aside."""
+    """Drop records after `last_step`, and move damaged lines to another file."""
     if not path.exists():
         return
     damaged: list[bytes] = []
@@ -68,7 +68,7 @@ def _keep_until(path: Path, last_step: int) -> None:
 
 
 def step_of(line: bytes) -> int | None:
-    """The step of a record; None when the line is damaged or torn."""
+    """Return the step of a record; None if the line is damaged or incomplete."""
     entry = parse_line(line)
     step = entry.get("step") if entry is not None else None
     return step if isinstance(step, int) else None

@@ -7,14 +7,14 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 _TOLD: set[str] = set()
-"""Names that were warned of in this process."""
+"""Names for which this process has printed a warning."""
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Convert single numbers to floats; other values are dropped with one warning a name.
+    """Convert single numbers to floats; other values are dropped, with one warning for each name.
 
     Args:
-        values: by name: Python's numbers, those of NumPy, tensors of one element.
+        values: numbers of Python or NumPy, or tensors of one element, by name.
     """
     found: dict[str, float] = {}
     for name, value in values.items():

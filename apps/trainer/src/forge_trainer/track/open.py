@@ -1,4 +1,4 @@
-"""Opens the trackers a job asks for."""
+"""Opens the trackers of a job."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ from forge_trainer.track.steadfast import Steadfast
 
 
 def open_trackers(job: Job, progress: Progress, stack: ExitStack) -> list[Tracker]:
-    """Console and `metrics.jsonl`, and what `[track]` adds; `stack` closes them. None of them raises."""
+    """Open console, `metrics.jsonl` and the trackers of `[track]`; `stack` closes them. None ever raises."""
     directory, first_step = job.job.directory, progress.step
 
     def tensorboard() -> Tracker:

@@ -12,11 +12,11 @@ class Steadfast:
     """A tracker that never raises: failures are counted, and reported at the first one and at the end.
 
     Args:
-        name: of the tracker, for messages.
-        make: opens the tracker; if that fails, every record is lost.
+        name: name of the tracker, for messages.
+        make: opens the tracker; if it raises, every record is lost.
 
     Attributes:
-        lost: records that the tracker did not take.
+        lost: number of records that the tracker did not accept.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:

@@ -8,7 +8,7 @@ from forge_trainer.track.base import Record
 
 
 class TensorBoard:
-    """Writes scalars; steps after the one resumed from are purged."""
+    """A tracker that writes scalars; steps after the resumed step are purged."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)

@@ -1,4 +1,4 @@
-"""Weights & Biases. Whatever goes wrong with it is a warning, never the end of a run."""
+"""The tracker of Weights & Biases. Its errors are warnings and never end a run."""
 
 import logging
 import secrets
@@ -15,11 +15,11 @@ CONNECT_TIMEOUT_S = 20
 
 
 class Wandb:
-    """Reports to a server, or to files when there is none.
+    """A tracker that reports to a server, or to files if the server cannot be reached.
 
-    A continued run keeps its id, which lies in its directory (`wandb-id`): runs of one name do not meet.
-    W&B's own count of records, of which it drops those that do not rise, follows the step of the run, so that
-    the parts of a continued run do not count from 0 again, and rises by 1 where a run went back.
+    A continued run keeps its id, which is in its directory (`wandb-id`), so that runs of one name stay
+    separate. W&B counts records and drops records whose number does not rise. The number follows the step of
+    the run, so that a continued run does not count from 0 again; after a rollback it rises by 1 each time.
     """
 
     def __init__(self, config: WandbConfig, folder: Path, name: str, job: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Wandb:
 
 
 def _id(folder: Path, name: str) -> str:
-    """The id of a run, made when it is first asked for."""
+    """Return the id of a run; create it at the first call."""
     path, fresh = folder / "wandb-id", f"{name}-{secrets.token_hex(4)}"
     try:
         if not path.exists():
