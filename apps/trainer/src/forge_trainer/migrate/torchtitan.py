@@ -21,7 +21,9 @@ KEYS: dict[str, Move | Drop | None] = {
     "profiling.enable_profiling": None,
     "profiling.save_traces_folder": Drop(IN_RUN),
     "profiling.profile_freq": None,
-    "profiling.enable_memory_snapshot": Drop("memory_snapshot of the hook `profile`", False),
+    "profiling.enable_memory_snapshot": Drop(
+        "snapshot_step and snapshot_on_oom of the hook `profile`", False
+    ),
     "profiling.save_memory_snapshot_folder": Drop(IN_RUN),
     "metrics.log_freq": Move("train.log_every_steps"),
     "metrics.disable_color_printing": Drop(AUTOMATIC),
