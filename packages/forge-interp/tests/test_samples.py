@@ -283,7 +283,7 @@ def test_batch_takes_the_mask_of_places_without_ids():
 
 def test_a_mask_of_the_encoder_is_refused_for_rows_of_the_decoder():
     ready = {"input_ids": PADDED, "attention_mask": MASK, "decoder_input_ids": PADDED.flip(0)}
-    with pytest.raises(InterpError, match="that of the encoder.*mask='decoder_attention_mask'"):
+    with pytest.raises(InterpError, match=r"that of the encoder.*mask='decoder_attention_mask'"):
         batches(iter([ready]), names=Names("decoder_input_ids"))
     (batch,) = batches(iter([ready]), names=Names("decoder_input_ids", None))
     assert batch.mask is None
