@@ -51,9 +51,11 @@ def mine(mesh: Mesh) -> torch.Tensor:
     return tokens().chunk(mesh.batch.size)[mesh.batch.rank]
 
 
-def build(sizes: dict | None, options: dict | None = None) -> tuple[nn.Module, Mesh]:
+def build(
+    sizes: dict | None, options: dict | None = None, attention: GroupedQueryConfig | None = None
+) -> tuple[nn.Module, Mesh]:
     """A small float64 decoder, the same weights everywhere; without `sizes`, not touched by parallelism."""
-    attention = GroupedQueryConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, qk_norm=True)
+    attention = attention or GroupedQueryConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, qk_norm=True)
     config = DecoderConfig(vocab_size=VOCAB, dim=DIM, num_layers=3, max_tokens=TOKENS, attention=attention)
     mesh = Mesh(torch.device("cpu")) if sizes is None else build_mesh(MeshConfig(**sizes), Env.detect())
     with torch.device("meta"):
@@ -146,6 +148,21 @@ def test_capture_of_heads_that_ranks_share_has_each_once(single):
         assert found.keys() > {"head:out", "layers.0.attention:attn.k"}
 
 
+def captured_where_the_model_takes_the_softmax(sizes: dict | None, attention: dict) -> dict[str, np.ndarray]:
+    config = GroupedQueryConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, **attention)
+    whole = {"tensor_parallel": TensorParallelConfig(sequence=False)}
+    names = ["v", "pattern", "z", "entropy"] + ["scores"] * ("softcap" in attention)
+    model, _ = build(sizes, whole if sizes else None, config)
+    return seen(model, tokens(), [f"layers.*.attention:attn.{name}" for name in names])
+
+
+@pytest.mark.parametrize("attention", [{"softcap": 2.0}, {"sinks": True}], ids=str)
+def test_capture_of_spread_heads_is_whole_where_the_model_takes_the_softmax(attention):
+    expected = captured_where_the_model_takes_the_softmax(None, attention)
+    for found in run_ranks(captured_where_the_model_takes_the_softmax, 2, {"tp": 2}, attention):
+        assert_near(found, expected)
+
+
 def edits() -> dict:
     """One of each kind, and the last token patched."""
     generator = torch.Generator().manual_seed(1)
@@ -189,15 +206,17 @@ def test_edit_of_whole_values_of_tensor_parallel_model_equals_one_process():
         assert_near(found, expected)
 
 
-def edited_heads() -> str:
-    model = tensor_parallel()
-    with pytest.raises(InterpError) as caught, edit(model, {"layers.1.attention:attn.z": ablate("zero")}):
+def edited_heads(part: str, attention: dict) -> str:
+    config = GroupedQueryConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, **attention)
+    model, _ = build({"tp": 2}, None, config) if attention else (tensor_parallel(), None)
+    with pytest.raises(InterpError) as caught, edit(model, {f"layers.1.attention:attn.{part}": torch.neg}):
         model(tokens())
     return str(caught.value)
 
 
-def test_edit_of_heads_that_are_spread_over_ranks_is_refused():
-    for message in run_ranks(edited_heads, 2):
+@pytest.mark.parametrize(("part", "attention"), [("z", {}), ("scores", {}), ("scores", {"softcap": 2.0})])
+def test_edit_of_heads_that_are_spread_over_ranks_is_refused(part, attention):
+    for message in run_ranks(edited_heads, 2, part, attention):
         assert "only a part of it on this rank" in message
 
 

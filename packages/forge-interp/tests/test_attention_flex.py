@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from forge_interp import InterpError, attention_statistics, capture, each_attention, edit
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -88,3 +88,15 @@ def test_flex_attention_with_more_in_its_weights_is_refused():
     hidden = torch.arange(T)[:, None] + 50 < torch.arange(S)
     torch.testing.assert_close(aux.lse, scores.masked_fill(hidden, -torch.inf).logsumexp(-1))
     assert acts[":out.0"].shape == (B, N, T, 16)
+
+
+@pytest.mark.parametrize("listed", ["hide more", "show more"])
+def test_flex_attention_whose_blocks_say_other_than_its_mask_is_refused(listed: str):
+    first = torch.tensor([[[1, 1]]], dtype=torch.int32), torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32)
+    none = torch.zeros_like(first[0]), first[1]
+    lists = (*first, *none) if listed == "hide more" else (*none, torch.full_like(first[0], 2), first[1])
+    function = None if listed == "hide more" else MASKS["causal"]
+    model = Flex()
+    model.mask = BlockMask.from_kv_blocks(*lists, mask_mod=function, seq_lengths=(T, S))
+    with pytest.raises(InterpError, match="other keys than its mask_mod"), capture(model, ":attn.pattern"):
+        model(*random_qkv())

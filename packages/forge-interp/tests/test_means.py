@@ -99,3 +99,18 @@ def test_means_of_attention_without_a_batch_are_of_each_head():
     torch.testing.assert_close(got, plain.mean(1, keepdim=True).expand_as(plain))
     with pytest.raises(InterpError, match="padding"):
         site_means(Heads(), [{"q": q, "attention_mask": MASK}], ":attn.z")
+
+
+class Attends(nn.Module):
+    def forward(self, x, attention_mask):
+        heads = x.unflatten(-1, (2, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, attention_mask[:, None, None].bool())
+
+
+@pytest.mark.parametrize("part", ["q", "k", "v", "z", "pattern"])
+def test_means_of_attention_at_an_index_are_refused_where_it_takes_padding(part):
+    x, last = torch.randn(2, 5, 4), (slice(None), slice(None), -1)
+    with pytest.raises(InterpError, match=f"takes padding at ':attn.{part}'"):
+        site_means(Attends(), [{"x": x, "attention_mask": MASK}], f":attn.{part}", where=last)
+    found = site_means(Attends(), [{"x": x, "attention_mask": MASK.flip(1)}], ":attn.v", where=last)
+    torch.testing.assert_close(found[":attn.v"].flatten(), x[:, -1].mean(0))

@@ -279,3 +279,11 @@ def test_batch_takes_the_mask_of_places_without_ids():
     assert Batch.of(inputs, Names(tokens=None), 0, 0).mask is None
     assert Batch.of(inputs, Names(mask=None), 0, 0).mask is None
     assert Batch.of(inputs | {"attention_mask": torch.ones(2, 3)}, NAMES, 0, 0).mask is None
+
+
+def test_a_mask_of_the_encoder_is_refused_for_rows_of_the_decoder():
+    ready = {"input_ids": PADDED, "attention_mask": MASK, "decoder_input_ids": PADDED.flip(0)}
+    with pytest.raises(InterpError, match=r"that of the encoder.*mask='decoder_attention_mask'"):
+        batches(iter([ready]), names=Names("decoder_input_ids"))
+    (batch,) = batches(iter([ready]), names=Names("decoder_input_ids", None))
+    assert batch.mask is None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from forge_interp.errors import InterpError
@@ -46,11 +47,31 @@ def as_sdpa(
     query, key, value, _, blocks, scale, *_ = args
     rows, heads = blocks[2].shape[:2]  # how many blocks of keys there are, [B or 1, N or 1, blocks]
     mask = create_mask(blocks[-1], rows, heads, query.shape[2], key.shape[2], device=query.device)
+    some, every = (
+        _listed(*pair, blocks[-3:-1], mask) for pair in ((blocks[2], blocks[3]), (blocks[4], blocks[5]))
+    )
+    if bool((mask & ~(some | every)).any()) or bool((every & ~mask).any()):
+        raise InterpError(
+            "the blocks of the block mask hide or show other keys than its mask_mod: FlexAttention gives one "
+            "output compiled and another one here; expected a mask_mod that says the same (create_block_mask)"
+        )
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
         return flex(query, key, value, *args[3:])[0]
 
     return attention, (query, key, value), {"attn_mask": mask, "scale": scale, "enable_gqa": True}
+
+
+def _listed(counts: Tensor | None, indices: Any, sizes: Sequence[int], mask: Tensor) -> Tensor:
+    """The places of a mask [B, N, T, S] in blocks whose first `counts` keys are listed by `indices`."""
+    if counts is None:
+        return torch.zeros_like(mask)
+    queries, keys = (
+        torch.arange(n, device=mask.device) // by for n, by in zip(mask.shape[2:], sizes, strict=True)
+    )
+    listed = torch.arange(indices.shape[-1], device=mask.device) < counts[..., None]
+    blocks = listed.new_zeros(*indices.shape[:3], max(int(keys.max()) + 1, int(indices.max()) + 1)).int()
+    return (blocks.scatter_add(-1, indices.long(), listed.int()) > 0)[:, :, queries][..., keys]
 
 
 def flex_result(found: Any) -> Any:

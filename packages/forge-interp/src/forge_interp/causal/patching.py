@@ -110,7 +110,8 @@ def site_means(
         for key, value in acts.items():
             dims, is_attention = mean_dims(value, Site.parse(key)), Site.parse(key).part == "attn"
             weight = _picked(key, value, where)
-            if mask is not None and (where is ... or (not is_attention and mask.shape == value.shape[:2])):
+            sizes = value.shape[::2][:2] if is_attention else value.shape[:2]  # batch and positions
+            if mask is not None and (where is ... or mask.shape == sizes):
                 real = real_positions(value, dims, mask, "keep")
                 if where is not ... and bool((weight * ~real).any()):
                     raise InterpError(

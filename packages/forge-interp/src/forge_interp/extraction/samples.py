@@ -66,6 +66,11 @@ class Batch:
                     f"batch {number}: {name!r} is {kind_of(found)}; expected a tensor [samples, tokens]: an "
                     "iterable must give ready batches, e.g. a DataLoader"
                 )
+        if mask is not None and names.mask == "attention_mask" and names.tokens == "decoder_input_ids":
+            raise InterpError(
+                f"batch {number}: 'attention_mask' is that of the encoder, and rows are {names.tokens!r}; "
+                "expected theirs: give mask='decoder_attention_mask', or mask=None where nothing is padded"
+            )
         if mask is not None and tokens is not None and mask.shape != tokens.shape:
             raise InterpError(
                 f"batch {number}: {names.mask!r} is {list(mask.shape)}, {names.tokens!r} {list(tokens.shape)}"

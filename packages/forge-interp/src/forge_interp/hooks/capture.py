@@ -300,8 +300,8 @@ def each_attention(
 
     `modules` are names with wildcards, such as `**.self_attn`; of nested ones the innermost is told. `look`
     is given the name of the module (`name#k` for its k-th call but the first) and the call, which holds the
-    model's own tensors: read what is needed, keep no reference. InterpError where a name fits no module, or
-    no module called attention inside the `with`.
+    model's own tensors, under tensor parallelism those of this rank's heads: read what is needed, keep no
+    reference. InterpError where a name fits no module, or no module called attention inside the `with`.
     """
     found, by_name = find_sites(model, modules), named_modules(model)
     seen: set[str] = set()

@@ -16,6 +16,7 @@ from forge_interp.hooks.sites import ATTENTION_TENSORS, Site, unwrapped
 
 _SAMPLE = 4096  # elements of a value that ranks compare
 _TOLERANCE = 1e-2  # of the largest: kernels differ by less, other tokens or features by much more
+_HIDDEN = 6e4  # scores of hidden keys are larger, in float16 too: they would dwarf what differs
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ class Spread:
             return True
         sample = _sample(value)
         high, low = self._largest(sample), -self._largest(-sample)
-        bound = _TOLERANCE * torch.maximum(low.abs(), high.abs())[1:].max()
+        sizes = torch.maximum(low.abs(), high.abs())[1:]
+        bound = _TOLERANCE * sizes.where(sizes >= _HIDDEN, sizes.where(sizes < _HIDDEN, 0).max())
         if not (low[0] == high[0] and ((high - low)[1:] <= bound).all()):
             return False
         length = min(value.numel(), _SAMPLE)
