@@ -155,3 +155,15 @@ def test_dropout_is_an_error_that_names_eval(name):
         sites = [f"{module}:attn.{part}" for module in family.attention]
         with pytest.raises(InterpError, match=r"dropout 0.1.*model\.eval\(\)"), capture(model, sites):
             model(**family.inputs(False))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_pattern_of_a_float64_model_is_that_of_the_softmax_that_it_takes_in_float32(name):
+    family = FAMILIES[name]()
+    model = family.build("eager").double()
+    tokens, _ = tokens_and_mask(False)
+    with capture(model, [f"{module}:attn.pattern" for module in family.attention]) as acts:
+        weights = model(tokens, output_attentions=True).attentions
+    assert len(acts) == len(weights) == 2
+    for pattern, expected in zip(acts.values(), weights, strict=True):
+        torch.testing.assert_close(pattern.double(), expected, rtol=0, atol=1e-7)

@@ -109,7 +109,7 @@ class AttentionCall:
         """
         batch, heads, queries, keys = softmax.scores.shape
         repeats = 1 if lineage is None else lineage.repeats(values)
-        scores = softmax.scores.to(torch.promote_types(torch.float32, softmax.scores.dtype))
+        scores = softmax.scores.to(torch.promote_types(torch.float32, softmax.dtype))
         shape = torch.Size((*weights.shape[:-1], values.shape[-1]))
         output = values.new_empty(shape, device="meta") if output is None else output
         empty = scores.new_empty(batch, heads, max(queries, keys), 0)

@@ -44,6 +44,7 @@ class Softmax:
     """
 
     scores: Tensor
+    dtype: torch.dtype  # of the softmax
     dropout: float = 0.0
     weights: Tensor | None = None
 
@@ -91,7 +92,7 @@ class Lineage:
         if function in _SOFTMAX:
             heads = x.shape[:2] if x.dim() == 4 else self._flattened.get(x)
             if second in (-1, x.dim() - 1) and x in self._scores and heads is not None:
-                self._softmax[result] = Softmax(x.reshape(*heads, *x.shape[-2:]))
+                self._softmax[result] = Softmax(x.reshape(*heads, *x.shape[-2:]), result.dtype)
         elif (before := self._softmax.get(x)) is not None:
             self._note_weights(function, before, args, kwargs, result)
         if function in _RESHAPES:
