@@ -28,6 +28,7 @@ class LionConfig(OptimizerConfig):
         compile: compile the step of large parameters to one pass; needs a C++ compiler, on a GPU Triton.
     """
 
+    free_keys = ("compile",)
     recorded_keys = ("betas",)
 
     lr: Annotated[float, Meta(gt=0)] = 1e-4
