@@ -160,7 +160,8 @@ def test_ranks_evaluate_on_a_mesh_of_their_own(forge, tiny, tmp_path):
     run, one, many = tmp_path / "runs" / "tiny", tmp_path / "one.json", tmp_path / "many.json"
     forge("train", tiny(steps=3))
     forge("eval", run, "--json", one)
-    said = forge("eval", run, "--json", many, "--mesh.tp=2", "--mesh.dp_shard=1", ranks=2)
+    keys = ("--mesh.tp=2", "--mesh.dp_shard=1", "--tensor_parallel.sequence=false")
+    said = forge("eval", run, "--json", many, *keys, ranks=2)
     assert json.loads(many.read_text()) == pytest.approx(json.loads(one.read_text()), rel=1e-6), said.stderr
     alone = forge("eval", run, "--mesh.tp=1", check=False)
     assert alone.returncode == 78 and "several ranks" in alone.stderr

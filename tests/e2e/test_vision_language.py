@@ -106,6 +106,16 @@ def test_run_goes_on_under_other_layouts(forge, seeing, tmp_path, fusion):
     assert parts == pytest.approx(whole, rel=0, abs=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_ranks_evaluate_a_run_of_one_process(forge, seeing, tmp_path, layout):
+    run, one, many = tmp_path / "runs" / "tiny", tmp_path / "one.json", tmp_path / "many.json"
+    forge("train", seeing(steps=3, fusion="cross-attention"))
+    forge("eval", run, "--json", one)
+    forge("eval", run, "--json", many, *LAYOUTS[layout], ranks=2)
+    assert json.loads(many.read_text()) == pytest.approx(json.loads(one.read_text()), rel=1e-6)
+
+
 def test_answers_are_not_counted_where_documents_are_cut(forge, seeing):
     refused = forge("train", seeing(), "--mesh.cp=2", ranks=2, check=False)
     assert "step.answers = true counts documents" in refused.stderr

@@ -9,6 +9,7 @@ import torch
 from forge_ckpt import manifest
 from forge_ckpt.state import TrainState
 from forge_ckpt.store import Store
+from forge_config import MayChange, changeable
 from forge_parallel.capabilities import without_dynamo
 from forge_parallel.mesh import Mesh
 from forge_resilience.finite import step_if_finite
@@ -101,6 +102,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def test_every_optimizer_is_tested():
     assert OF.keys() - {"adamw-narrow"} == set(optimizers) - {"sign-sgd"}
+
+
+@pytest.mark.parametrize("config", [LionConfig, ScheduleFreeAdamWConfig])
+def test_compiling_may_change_while_a_run_goes_on(config):
+    assert changeable(config())["compile"] is MayChange.FREELY
 
 
 def test_adamw_equals_torch():

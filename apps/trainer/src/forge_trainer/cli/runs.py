@@ -173,7 +173,10 @@ def _add_eval(commands: Any) -> None:
     evaluate.add_argument("--limit", type=count, help="questions of a task at most")
     evaluate.add_argument("--batch-size", type=count, help="train.micro_batch if absent")
     evaluate.add_argument("--json", metavar="FILE", help="write all numbers")
-    evaluate.epilog = "Started as several ranks, it takes keys of [mesh] in place of the run's: --mesh.tp=2"
+    evaluate.epilog = (
+        "Started as several ranks, it takes keys of their layout in place of the run's: "
+        "--mesh.tp=2 --tensor_parallel.sequence=false"
+    )
     evaluate.set_defaults(takes_keys=True)
 
 

@@ -30,6 +30,9 @@ from forge_trainer.run_dir.files import RunFiles, read_job
 
 log = logging.getLogger(__name__)
 
+LAYOUT = ("mesh", "tensor_parallel", "context_parallel", "expert_parallel", "pipeline", "fsdp")
+"""The sections that say how ranks share a model and its work."""
+
 
 class Evaluated(Mapping[str, Tensor]):
     """The weights of a checkpoint to evaluate, which may depend on optimizer state; each is read on access.
@@ -189,7 +192,7 @@ def evaluate_run(options: argparse.Namespace) -> None:
     if options.tasks is not None and options.text:
         raise ConfigError("--tasks bring their own text: give --text in a command of its own")
     env = Env.detect()
-    _require_mesh_keys(options.overrides, env.world_size)
+    _require_layout_keys(options.overrides, env.world_size)
     if env.world_size > 1:
         found, damaged = _evaluate_shared(options)
         if env.rank > 0:
@@ -203,11 +206,14 @@ def evaluate_run(options: argparse.Namespace) -> None:
     require_none(damaged)
 
 
-def _require_mesh_keys(overrides: Sequence[str], world_size: int) -> None:
-    """Check that overrides concern only the mesh, and only if there are several ranks."""
-    unknown = [key for key in overrides if not key.startswith("--mesh.")]
+def _require_layout_keys(overrides: Sequence[str], world_size: int) -> None:
+    """Check that overrides concern only the layout, and only if there are several ranks."""
+    unknown = [key for key in overrides if not key.startswith(tuple(f"--{name}." for name in LAYOUT))]
     if unknown:
-        raise ConfigError(f"given {' '.join(unknown)}; expected no keys but those of [mesh], as --mesh.tp=2")
+        sections = ", ".join(f"[{name}]" for name in LAYOUT)
+        raise ConfigError(
+            f"given {' '.join(unknown)}; expected no keys but those of {sections}, as --mesh.tp=2"
+        )
     if overrides and world_size == 1:
         raise ConfigError(
             f"given {' '.join(overrides)} in one process; expected several ranks to lay out: start it by "

@@ -29,6 +29,7 @@ class LionConfig(OptimizerConfig):
             Triton.
     """
 
+    free_keys = ("compile",)
     recorded_keys = ("betas",)
 
     lr: Annotated[float, Meta(gt=0)] = 1e-4

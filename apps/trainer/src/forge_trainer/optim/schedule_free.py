@@ -38,6 +38,7 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
 
     needs_constant_lr: ClassVar[bool] = True
 
+    free_keys = ("compile",)
     recorded_keys = ("eps", "weight_power", "step_power")
 
     lr: Annotated[float, Meta(gt=0)] = 1e-3
