@@ -167,7 +167,7 @@ class ModelConfig(Config):
         )
 
     def expert_groups(self) -> dict[str, int]:
-        """Return for each of these layers the number of expert groups if a token chooses some; else 1."""
+        """Return for each layer of `expert_counts` the number of groups if a token chooses some, else 1."""
         return dict.fromkeys(self.expert_counts(), 1)
 
     def require_learning(self) -> None:

@@ -21,9 +21,7 @@ this form."""
 
 
 def parameter_roles(model: nn.Module) -> dict[str, Role]:
-    """Return the role of every parameter by name.
-
-    A shared parameter appears once, under its first name (tied embeddings: `embedding`).
+    """Return roles of all parameters by name, a shared one only under its first name (tied: embedding).
 
     Raises:
         ModelError: modules do not declare roles for all of their parameters; the message lists all of these.

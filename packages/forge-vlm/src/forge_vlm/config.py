@@ -36,8 +36,8 @@ class VisionLanguageConfig(ComposedConfig):
     """A tower that makes features of images, a connector that makes visual tokens of them, a decoder.
 
     Attributes:
-        from: fills in all absent keys from the `config.json` in this Hugging Face folder, and `images`, if
-            absent, from its image processor. The run keeps the keys, not the folder.
+        from: fills in all absent keys from the `config.json` in this Hugging Face folder and, unless `images`
+            are given, from its image processor. The run keeps the keys, not the folder.
         decoder: the language model, of type `decoder`.
         encoder: the tower.
         connector: converts features of the tower to visual tokens of the width of the decoder.
@@ -114,7 +114,7 @@ class VisionLanguageConfig(ComposedConfig):
         return -(-video.max_frames // video.merge) * self.image_tokens
 
     def _beside(self, most: int) -> Iterator[str]:
-        """Yield contradictions of visual tokens beside a sequence with room for `most`; 0 if they are in it."""
+        """Yield contradictions of visual tokens beside a sequence with room for `most`; 0 means in it."""
         if most and self.image_tokens > most:
             yield (
                 f"an image has {self.image_tokens} visual tokens, and model.fusion.max_visual_tokens = "

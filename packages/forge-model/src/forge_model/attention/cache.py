@@ -83,7 +83,7 @@ class Cache:
         return self.layers[0].length
 
     def positions(self, tokens: int) -> Tensor:
-        """Return positions [T] or [B, T] of the next tokens; the first token after padding has 0."""
+        """Return positions [T] or [B, T] of the next tokens, counted from the first one after padding."""
         index = torch.arange(self.length, self.length + tokens, device=self.device)
         return positions_after(index, self.padding, self.shift)
 

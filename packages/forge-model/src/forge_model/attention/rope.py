@@ -110,7 +110,7 @@ def _table(frequencies: Tensor, factor: float, positions: Tensor) -> Rope:
 class RopeTables:
     """The rotary tables of a model; tables of positions 0, 1, 2, ... are kept for the next forward pass.
 
-    All frequencies are kept, too: every forward pass would wait for copying them to a GPU.
+    All frequencies are kept, too; otherwise every forward pass would wait for copying them to a GPU.
     """
 
     def __init__(self) -> None:

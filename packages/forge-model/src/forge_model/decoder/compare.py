@@ -57,7 +57,7 @@ def _outer(config: DecoderConfig) -> dict[str, Any]:
     """Return the keys of a model outside of its layers, flat; `norm` is that of the last hidden state."""
     tree = {"type": _type(config), **plain(config), "logit_divisor": config.divisor}
     of_layers = {name for name in LayerConfig.__struct_fields__ if name not in ("norm", "norm_order")}
-    of_layers.add("scaling")  # how it learns; what it computes is in the divisor and the scale of attention
+    of_layers.add("scaling")  # about learning; its effect on results is in the divisor and attention scale
     return _compared({key: value for key, value in tree.items() if key not in of_layers})
 
 

@@ -28,11 +28,11 @@ class Decoder(Model):
 
     A part of a model (a pipeline stage) has the same names: set absent modules outside of blocks to None and
     delete `layers` of other stages. A stage without `embed` gets the hidden state instead; one without `head`
-    returns it. With `mtp`, it also has the embeddings of later tokens: [B, T, (1 + depths) D].
+    returns it. With `mtp`, embeddings of later tokens are passed along: [B, T, (1 + depths) D].
 
     Attributes:
         embed: token ids -> hidden state.
-        position_embed: positions -> vectors that are added to it; None without `learned_positions`.
+        position_embed: positions -> vectors added to the hidden state; None without `learned_positions`.
         layers: blocks by index.
         norm: norm of the last hidden state.
         head: hidden state -> logits, or loss.

@@ -26,8 +26,8 @@ class HuggingFace(Protocol):
         """Return the text of further files by name, such as those of an image processor.
 
         Args:
-            spell: returns the text of a token in the tokenizer, for None that of the token that begins a
-                text; empty if there is no such token.
+            spell: returns the text of a token id, or for None that of the token that begins a text; empty if
+                the tokenizer has no such token.
         """
         return {}
 

@@ -26,8 +26,8 @@ def keyed(text: str) -> dict[str, Key]:
     """Parse the keys of a table from a text.
 
     Args:
-        text: words `name=default`, whose type is that of the default, or `name:type` for keys that may be
-            null.
+        text: words `name=default`, typed like the default, or `name:type` for keys that may be null or
+            absent.
     """
     found = {}
     for word in text.split():

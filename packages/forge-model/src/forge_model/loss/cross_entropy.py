@@ -111,9 +111,8 @@ class Loss:
             weight: [V, D], or the rows of this part of the vocabulary.
             labels: [...] int64, already shifted; negative is ignored. No valid label gives zero, with a
                 graph.
-            vocabulary: the part of the vocabulary in `weight`; None means all. Otherwise collective over the
-                parts: the loss is that of the full vocabulary, the gradient of `hidden` only this part's
-                share.
+            vocabulary: the part of the vocabulary in `weight`; None means all. Collective over the parts: the
+                loss is that of the full vocabulary, the gradient of `hidden` only this part's share.
             weights: [...] how much each position counts, not negative; None counts each position once.
             softcap: logits become softcap * tanh(logit / softcap) first; None leaves them as they are.
 

@@ -127,12 +127,12 @@ class CrossAttentionConfig(FusionConfig):
         ffn: feed-forward of the gated layers; absent means one like that of their block.
         gate_init: initial value of the gates, before their tanh. 0 keeps the text decoder unchanged at first,
             but learns slowly from scratch, where 0.5 is better.
-        sees: `all`: text sees all images of its sample before it; `latest`: those of the last run of images
-            without text between them, as Mllama.
+        sees: which images text sees: `all` images of its sample before it, or the `latest`: the last run of
+            images without text between them, as in Mllama.
         blind: result for a token that sees no image: `nothing`; or, as in `mllama`, its attention sees all
             images of its sample, later ones too, and only the feed-forward is left out.
-        place: token at the place of an image: a `token`, that of the end of a document or of an image; or a
-            vector of its own, `learned`, as in Mllama.
+        place: embedding at the place of an image: that of a `token`, which ends a document or is the image
+            token; or a vector of its own, `learned`, as in Mllama.
     """
 
     passed_on: ClassVar[str] = "image_features"

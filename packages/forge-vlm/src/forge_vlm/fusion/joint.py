@@ -1,4 +1,4 @@
-"""The joint decoder: visual tokens replace tokens at image places. B batch, T tokens, V visual tokens, D width."""
+"""The joint decoder: visual tokens replace tokens. B batch, T tokens, V visual tokens, D width."""
 
 from __future__ import annotations
 

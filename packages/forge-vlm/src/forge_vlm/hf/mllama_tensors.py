@@ -57,7 +57,7 @@ class GatedTensors:
         return f"{self._layers[f'{layer}.cross.']}{CROSS[inner]}"
 
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return our tensors under their names."""
+        """Return our tensors under Hugging Face names."""
         own = {name: name for name in tensors if name != PLACE and name not in self._gated}
         text = to_hf(Renamed(tensors, own), self._decoder)
         makers: dict[str, Callable[[], Any]] = {
@@ -80,7 +80,7 @@ class GatedTensors:
         return torch.cat([embed, reserved])
 
     def ours(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return their tensors under our names.
+        """Return Hugging Face tensors under our names.
 
         Raises:
             ModelError: a tensor is missing or unexpected; lists them all.

@@ -58,7 +58,7 @@ class ModelTensors:
         return Renamed(tensors, names)
 
     def theirs(self, tensors: Tensors) -> Tensors:
-        """Return our tensors under their names.
+        """Return our tensors under Hugging Face names.
 
         Raises:
             ModelError: a parameter has no counterpart.
@@ -84,7 +84,7 @@ class ModelTensors:
         return f"{tower if part == 'encoder' else connector}{key}"
 
     def ours(self, tensors: Tensors) -> Tensors:
-        """Return their tensors under our names.
+        """Return Hugging Face tensors under our names.
 
         Raises:
             ModelError: a tensor is missing or unexpected; lists them all.

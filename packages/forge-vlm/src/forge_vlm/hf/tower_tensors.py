@@ -16,7 +16,7 @@ from forge_vlm.hf.towers import TowerFamily, tower_family
 
 
 def their_name(family: TowerFamily, name: str, layers: int) -> str:
-    """Return their name of our parameter: layers.3.ffn.w_up.bias -> encoder.layers.3.mlp.fc1.bias.
+    """Return the Hugging Face name of our parameter: layers.3.ffn.w_up.bias -> encoder.layers.3.mlp.fc1.bias.
 
     Blocks from the number `layers` on are numbered from 0 again.
     """
@@ -43,7 +43,7 @@ class TowerTensors:
         self._swiglu = getattr(config, "ffn_type", "mlp") == "swiglu"
 
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return our tensors under their names."""
+        """Return our tensors under Hugging Face names."""
         makers: dict[str, Callable[[], Any]] = {}
         for name in self._ours:
             if self._swiglu and ".ffn." in name:
@@ -55,7 +55,7 @@ class TowerTensors:
         return Made(makers)
 
     def _fused(self, name: str, tensors: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
-        """Return makers of their tensors for DINOv2, which stores gate and up projection as one matrix."""
+        """Return makers of Hugging Face tensors; DINOv2 stores gate and up projection as one matrix."""
         layer, leaf = name.split(".ffn.")[0], name.rpartition(".")[2]
         prefix = f"{self.family.names['layers']}.{layer.split('.')[1]}.mlp"
         if "w_down" in name:
@@ -72,7 +72,7 @@ class TowerTensors:
         return tensor
 
     def ours(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return their tensors under our names, without those of a text model and of the head of the tower.
+        """Return Hugging Face tensors under our names, without those of a text model and the tower's head.
 
         Raises:
             ModelError: a tensor is missing or unexpected; lists them all.

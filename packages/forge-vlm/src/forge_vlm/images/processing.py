@@ -77,7 +77,7 @@ def decoded(raw: bytes) -> Any:
             below = Image.new("RGBA", image.size, (255, 255, 255, 255))
             image = Image.alpha_composite(below, image.convert("RGBA"))
         return image.convert("RGB")
-    # Pillow writes EXIF anew when it turns an image, and stumbles over what is no number there
+    # Pillow rewrites EXIF when it turns an image, and fails at values there that should be numbers
     except (*DAMAGE, Image.DecompressionBombError) as error:
         raise ValueError(f"a damaged image: {error}") from None
 

@@ -133,7 +133,7 @@ class SampleLane(Lane[Row]):
     ) -> None:
         super().__init__(source, seed, lane, lanes)
         self._how, self._tokenizer, self._room, self._damaged = how, tokenizer, room, 0
-        self._is_first = lane == 0  # which tells what is odd about all of them
+        self._is_first = lane == 0  # the first lane reports findings about all lanes
         self._waiting: Prepared | None = None
 
     def start(self, place: Place) -> None:

@@ -12,7 +12,7 @@ from forge_model.hf.rope import rope_from_hf, rope_problems, rope_to_hf
 
 
 def two_ropes(full: Full, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rope of full-attention layers and that of window layers, whose default is `local_theta`."""
+    """Return the ropes of full-attention and window layers; `local_theta` is the default of the latter."""
     return rope_from_hf(_keys(full, FULL, local_theta)), rope_from_hf(_keys(full, SLIDING, local_theta))
 
 
