@@ -1,4 +1,4 @@
-"""Calls of what torch compiles anew for other formats, shapes and modes, more often than torch would."""
+"""Calls of compiled functions that torch compiles anew for many number formats, shapes and modes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from forge_model.error import ModelError
 def call_compiled(
     what: str, compiled: Callable[..., Any], limit: int, *arguments: Any, **options: Any
 ) -> Any:
-    """Call it, compiled anew up to `limit` times; torch ends a run, or goes on uncompiled, after 8.
+    """Call a compiled function, which may be compiled anew up to `limit` times; the limit of torch is 8.
 
     Args:
-        what: is called, in the words of an error.
-        compiled: by torch, with `fullgraph`.
-        limit: of all that share its code.
-        *arguments: of the call.
-        **options: of the call, by name.
+        what: subject of the error message, such as "FlexAttention was".
+        compiled: the function, compiled by torch with `fullgraph`.
+        limit: most compilations of all functions that share its code.
+        *arguments: positional arguments of the call.
+        **options: keyword arguments of the call.
 
     Raises:
-        ModelError: it was compiled so many times.
+        ModelError: the limit is reached.
     """
     from torch._dynamo.exc import FailOnRecompileLimitHit
 

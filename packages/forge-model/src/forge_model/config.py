@@ -1,6 +1,6 @@
-"""Everything that `[model]` and `[loss]` may hold, to import from one place. Imports no torch.
+"""All configuration structs of `[model]` and `[loss]`, to import from one place. Imports no torch.
 
-Each struct is defined beside what it configures, in `<part>_config`.
+Each struct is defined beside the part that it configures, in `<part>_config`.
 """
 
 from forge_model.attention.config import AttentionConfig as AttentionConfig

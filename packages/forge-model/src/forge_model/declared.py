@@ -1,15 +1,14 @@
-"""Declarations of modules about themselves: roles and initial values follow them, not names.
+"""Declarations of modules about themselves: roles and initial values follow from them, not from names.
 
-A module says it in attributes, each optional, with names relative to itself:
+A module declares them in attributes, each optional, with names relative to the module itself:
 
-    tensor_roles: {module: role} under tensor parallelism; "" is the module itself. What an outer module says
-        holds against what an inner one says; None takes a role away. A name whose module is None here is
-        passed over.
-    cut_roles: {module: role} in the place of these where the experts of a layer are cut over ranks, too.
-    output_units: {module: [number, ...]} of heads that it makes, which tensor parallelism must not cut; see
-        `forge_parallel.plan`.
+    tensor_roles: {module: role} under tensor parallelism; "" is the module itself. An outer module overrides
+        an inner one; the role None removes a role. A name is skipped if the attribute of that name is None.
+    cut_roles: {module: role} that replaces `tensor_roles` where the experts of a layer are sharded, too.
+    output_units: {module: [number, ...]}, the numbers of heads in its output, which tensor parallelism must
+        not split; see `forge_parallel.plan`.
     residual_writers: (parameter, ...) that write into the residual stream; they start smaller.
-    initial: {parameter or buffer: Init or Tensor} where it does not follow from the role.
+    initial: {parameter or buffer: Init or Tensor} where the initial value does not follow from the role.
     holds_experts: True; see `forge_model.moe.layer.ExpertLayer`.
 """
 
@@ -27,11 +26,11 @@ Said = TypeVar("Said")
 
 
 def tensor_roles(model: nn.Module, attribute: str = "tensor_roles") -> dict[str, str]:
-    """The role of each module under tensor parallelism, by name.
+    """Return the role of each module under tensor parallelism, by name.
 
     Args:
-        model: whose modules say it.
-        attribute: by which; `cut_roles` are those of cut experts.
+        model: the model whose modules declare roles.
+        attribute: name of the declaring attribute; `cut_roles` has the roles for sharded experts.
 
     Raises:
         ModelError: a module gives a role to a name that it does not have.
@@ -45,7 +44,7 @@ def tensor_roles(model: nn.Module, attribute: str = "tensor_roles") -> dict[str,
 
 
 def output_units(model: nn.Module) -> dict[str, list[int]]:
-    """How many units, that tensor parallelism must not cut, each module makes, by name.
+    """Return by module name how many units its output has that tensor parallelism must not split.
 
     Raises:
         ModelError: a module names something that it does not have.
@@ -59,16 +58,16 @@ def output_units(model: nn.Module) -> dict[str, list[int]]:
 
 
 def residual_writers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> set[str]:
-    """The names of the weights that write into the residual stream.
+    """Return the names of the weights that write into the residual stream.
 
     Args:
-        model: the modules of which say so.
-        blocks: its blocks by name. Of each matrix inside some module must say whether it writes: the one
-            that has it, or one around it within the block. What a block says holds for its own parameters
-            and for layers right inside it.
+        model: the model whose modules declare them.
+        blocks: the blocks of the model by name. For each matrix in a block, a module must declare whether it
+            writes: the module that owns the matrix or one around it within the block. A block itself can
+            declare this only for its own parameters and for layers directly inside it.
 
     Raises:
-        ModelError: nothing says it of a matrix, or a module names a weight that it does not have.
+        ModelError: no module declares it for a matrix, or a module names a weight that it does not have.
     """
     said = {
         prefix: names
@@ -96,7 +95,7 @@ def _matrices(block: nn.Module) -> list[str]:
 
 
 def _is_covered(prefix: str, leaf: str, said: Mapping[str, Iterable[str]], block: nn.Module) -> bool:
-    """Whether a module within the block says something that holds for a parameter."""
+    """Whether the declaration of a module within the block covers a parameter."""
     inner = leaf.split(".")[:-1]
     if any(joined(prefix, ".".join(inner[:end])) in said for end in range(1, len(inner) + 1)):
         return True
@@ -105,7 +104,7 @@ def _is_covered(prefix: str, leaf: str, said: Mapping[str, Iterable[str]], block
 
 
 def initial_values(model: nn.Module) -> dict[str, Init | Tensor]:
-    """How parameters and buffers start of which their modules say it, by name.
+    """Return how parameters and buffers start, by name, where their modules declare it.
 
     Raises:
         ModelError: a module names something that it does not have.
@@ -119,12 +118,12 @@ def initial_values(model: nn.Module) -> dict[str, Init | Tensor]:
 
 
 def as_patterns(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Names of modules, `*` for numbers where every module of that form is named: few for many layers."""
+    """Return names of modules as few patterns: `*` replaces numbers if all modules of that form are named."""
     return list(_patterns(model, dict.fromkeys(names, "")))
 
 
 def by_pattern(model: nn.Module, roles: Mapping[str, Said]) -> dict[str, Said]:
-    """What is said by name, by pattern: `*` stands for numbers where it holds for all of that form."""
+    """Return values by pattern: `*` replaces numbers in names if all modules of that form share a value."""
     return _patterns(model, roles)
 
 
@@ -150,7 +149,7 @@ def _form(name: str) -> str:
 
 
 def joined(prefix: str, name: str) -> str:
-    """A dotted name below a prefix, either of which may be empty."""
+    """Return a dotted name below a prefix; both may be empty."""
     return ".".join(part for part in (prefix, name) if part)
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from forge_model.error import ModelError
 
 BLOCK_ELEMENTS = 1 << 18
-"""Values are drawn in blocks of whole rows of about this size, each from a generator of its own."""
+"""Values are drawn in blocks of complete rows of about this size, each block from its own generator."""
 
 
 class Shard(Protocol):
-    """The box of a parameter that this rank holds: `forge_parallel.LocalShard`, or another of this form."""
+    """The box of a parameter on this rank: `forge_parallel.LocalShard` or a class with its attributes."""
 
     @property
     def values(self) -> Tensor:
@@ -26,7 +26,7 @@ class Shard(Protocol):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where in the full parameter it starts."""
+        """Where the box starts in the full parameter."""
         ...
 
 
@@ -54,10 +54,10 @@ def initialize(model: nn.Module, seed: int, shard: Callable[[Tensor], Shard] = f
     """Give every parameter and every buffer its initial value, in place.
 
     Args:
-        model: has `initial_values()`; its parameters are on a real device, sharded or not.
-        seed: of the run.
-        shard: the part of a tensor that this rank holds; `forge_parallel.local_shard` for sharded models.
-            Each rank draws only the rows it holds.
+        model: a module with `initial_values()`; its parameters are on a real device, sharded or not.
+        seed: seed of the run.
+        shard: returns the part of a tensor on this rank; `forge_parallel.local_shard` for sharded models.
+            Each rank draws only the rows of its part.
 
     Raises:
         ModelError: a parameter or a buffer has no initial value.

@@ -1,6 +1,6 @@
-"""Layers that draw no initial values: `forge_model.initialize` does.
+"""Layers that draw no initial values; `forge_model.init.initialize` draws them.
 
-torch draws them even on the meta device, and loads its compiler for that, which takes seconds.
+torch draws them even on the meta device and loads its compiler for that, which takes seconds.
 """
 
 from typing import ClassVar
@@ -48,5 +48,5 @@ class Sinks(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads))
 
     def forward(self) -> Tensor:
-        """[N]."""
+        """Return the scores [N]."""
         return self.weight

@@ -14,13 +14,13 @@ from forge_model.scaling import Factors, Scaling
 
 
 class Model(nn.Module):
-    """A model, or the parts of one that a rank of a pipeline has.
+    """A model, or the parts of a model on one rank of a pipeline.
 
     Attributes:
-        init_std: standard deviation of the initial matrices, but for those of parts that say their own.
-        depth: blocks of the whole model; weights of `blocks` that write into the residual stream start
-            smaller by 1/sqrt(2 depth).
-        scaling: of this model against its base.
+        init_std: standard deviation of the initial matrices, except in parts that declare another.
+        depth: number of blocks of the full model; weights of `blocks` that write into the residual stream
+            start smaller by 1/sqrt(2 depth).
+        scaling: width and depth of this model relative to its base model.
     """
 
     init_std: float = 0.02
@@ -28,7 +28,7 @@ class Model(nn.Module):
     scaling: Scaling = Scaling()
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """The blocks that are here and share a residual stream, by name."""
+        """The blocks on this rank that share a residual stream, by name."""
         return {}
 
     def parameter_roles(self) -> dict[str, Role]:
@@ -36,13 +36,13 @@ class Model(nn.Module):
         return parameter_roles(self)
 
     def initial_values(self) -> dict[str, Init | Tensor]:
-        """How each parameter starts, by name, and each buffer of which that is said.
+        """Return by name how each parameter starts, and each buffer whose module declares its initial value.
 
-        A part that is a `Model` itself says it of its own. For the rest, `initial` of a module comes first;
-        otherwise norms start at 1, biases at 0, and matrices as `init_std` and `depth` say.
+        A child that is itself a `Model` decides about its own parameters. For the rest, `initial` of a module
+        comes first; otherwise norms start at 1, biases at 0, and matrices follow from `init_std` and `depth`.
 
         Raises:
-            ModelError: nothing says of a matrix in a block whether it writes into the residual stream.
+            ModelError: no module declares whether a matrix in a block writes into the residual stream.
         """
         values: dict[str, Init | Tensor] = {}
         for name, part in self.named_children():
@@ -62,7 +62,7 @@ class Model(nn.Module):
         return Init("normal", std * self.scaling.factors(role, writes_residual).init)
 
     def learning_factors(self) -> dict[str, Factors]:
-        """Factors on learning rate and decay by parameter name; parameters without factors are absent."""
+        """Return factors on learning rate and decay by parameter name, except parameters without factors."""
         found: dict[str, Factors] = {}
         for name, part in self.named_children():
             if isinstance(part, Model):
@@ -82,7 +82,7 @@ class Model(nn.Module):
             layer.step_tokens = tokens
 
     def before_step(self, step: int) -> None:
-        """Be told the number of the next step, from 0: routers may learn by a schedule."""
+        """Give routers the number of the next step, counted from 0, for those that learn by a schedule."""
         for layer in expert_layers(self).values():
             if (router := getattr(layer, "router", None)) is not None:
                 router.step = step
@@ -92,6 +92,6 @@ class Model(nn.Module):
         return learn_from_load(expert_layers(self), sum_)
 
     def active_parameters(self) -> int:
-        """Parameters that a token uses: of the experts, as many as serve it."""
+        """Return how many parameters a token uses; of the experts only those that serve it count."""
         idle = sum(layer.idle_parameters() for layer in expert_layers(self).values())
         return sum(parameter.numel() for parameter in self.parameters()) - idle

@@ -16,10 +16,10 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class Prompt(NamedTuple):
-    """A prompt as a model takes it.
+    """A prompt as inputs of a model.
 
     Attributes:
-        tokens: ids.
+        tokens: token ids.
         inputs: further inputs, numpy arrays by name, of a batch of one.
         host: names of inputs that stay on the host.
         by_token: names of inputs [1, ..., T]. A batch pads them on the left with zeros, as it pads tokens,
@@ -124,7 +124,7 @@ class ModelConfig(Config):
 
     @property
     def extra_tokens(self) -> int:
-        """Rows beside the tokens, in which the first pipeline stage passes on features to later ones."""
+        """Number of extra rows in which the first pipeline stage passes features to later stages."""
         return 0
 
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
@@ -133,11 +133,11 @@ class ModelConfig(Config):
         Args:
             tp: ranks that share matrices.
             cp: ranks that share a sequence.
-            sequence: whether the residual stream is cut over the ranks of tp.
+            sequence: whether the residual stream is sharded over the ranks of tp.
             method: method of context parallelism.
 
         Raises:
-            ValueError: they would.
+            ValueError: they would compute another model.
         """
 
     def scales_learning(self) -> bool:
@@ -149,7 +149,7 @@ class ModelConfig(Config):
         return []
 
     def expert_counts(self) -> dict[str, int]:
-        """The number of experts of each layer that has some, by name."""
+        """Return the number of experts of each layer with experts, by name."""
         return {}
 
     def block_kinds(self) -> int:
@@ -167,7 +167,7 @@ class ModelConfig(Config):
         )
 
     def expert_groups(self) -> dict[str, int]:
-        """For each of these layers, the number of expert groups if a token chooses among some; or 1."""
+        """Return for each layer of `expert_counts` the number of groups if a token chooses some, else 1."""
         return dict.fromkeys(self.expert_counts(), 1)
 
     def require_learning(self) -> None:

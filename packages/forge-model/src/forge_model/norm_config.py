@@ -17,7 +17,7 @@ class NormConfig(Config):
 
     Attributes:
         eps: added to the variance.
-        needs: the side inputs that the module is given by keyword.
+        needs: side inputs that the module gets by keyword.
     """
 
     needs: ClassVar[Needs] = {}
@@ -55,7 +55,7 @@ class RMSNormConfig(NormConfig):
 
 @norms.register("layernorm")
 class LayerNormConfig(NormConfig):
-    """Layer norm with gain and, when asked for, bias (Ba et al. 2016, arXiv:1607.06450).
+    """Layer norm with gain and, if configured, bias (Ba et al. 2016, arXiv:1607.06450).
 
     Attributes:
         bias: add a learnt bias.

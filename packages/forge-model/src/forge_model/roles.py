@@ -1,4 +1,4 @@
-"""What each parameter is for: said once by the modules, used by initial values, optimizers and plans."""
+"""The role of each parameter: modules declare it; initial values, optimizers and parallel plans use it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ OF_TYPE: dict[type[nn.Module], dict[str, Role]] = {
     nn.LayerNorm: {"weight": "norm", "bias": "bias"},
     nn.RMSNorm: {"weight": "norm"},
 }
-"""Roles of the parameters of torch's own layers. Any other module says them in an attribute `roles` of the
-same form."""
+"""Roles of the parameters of torch's own layers. Any other module declares them in an attribute `roles` of
+this form."""
 
 
 def parameter_roles(model: nn.Module) -> dict[str, Role]:
-    """The role of every parameter by name, a shared one once, under its first name (tied: embedding).
+    """Return roles of all parameters by name, a shared one only under its first name (tied: embedding).
 
     Raises:
-        ModelError: a module has parameters of which it does not say the role; lists them all.
+        ModelError: modules do not declare roles for all of their parameters; the message lists all of these.
     """
     first_names = {parameter: name for name, parameter in model.named_parameters()}
     roles: dict[str, Role] = {}

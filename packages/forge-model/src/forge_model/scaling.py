@@ -10,12 +10,12 @@ Size = Annotated[int, Meta(ge=1)]
 
 
 class Factors(NamedTuple):
-    """What is special about a parameter of a model that is wider or deeper than its base.
+    """How a parameter differs from that of the base model if the model is wider or deeper.
 
     Attributes:
-        init: on the standard deviation of its initial values.
-        lr: on its learning rate.
-        decay: on its weight decay, so that decay times learning rate is that of the base.
+        init: factor on the standard deviation of its initial values.
+        lr: factor on its learning rate.
+        decay: factor on its weight decay; decay times learning rate then equals that of the base model.
     """
 
     init: float = 1.0
@@ -24,18 +24,18 @@ class Factors(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """A model against its base.
+    """The size of a model relative to its base model.
 
     Attributes:
-        width: how many times wider it is.
-        depth: how many times deeper, where the depth rule holds; otherwise 1.
+        width: how many times wider the model is.
+        depth: how many times deeper the model is, if the depth rule is on; otherwise 1.
     """
 
     width: float = 1.0
     depth: float = 1.0
 
     def factors(self, role: str, writes_residual: bool) -> Factors:
-        """The factors of a parameter by its role, for optimizers with normalized updates, such as Adam.
+        """Return the factors of a parameter by its role, for optimizers with normalized updates like Adam.
 
         Source: Yang et al. 2022, arXiv:2203.03466 table 8 and, for a head that is not tied, the equivalent
         table 3, whose multiplier of the logits is in the initial values and the learning rate; Dey et al.
@@ -71,5 +71,5 @@ class ScalingConfig(Config):
     base_layers: Size | None = None
 
     def of(self, dim: int, num_layers: int) -> Scaling:
-        """A model against its base."""
+        """Return the size of a model relative to its base model."""
         return Scaling(dim / self.base_dim, num_layers / self.base_layers if self.base_layers else 1.0)

@@ -1,4 +1,4 @@
-"""Inputs of a model beside its tokens that some parts need: what kinds there are. Imports no torch."""
+"""Kinds of model inputs that some parts need besides the tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 SideKind = Literal["token", "other"]
-"""`token`: a value for each token, [B, ..., T], which context parallelism cuts; `other`: anything else."""
+"""`token`: a value for each token, [B, ..., T], which context parallelism shards; `other`: anything else."""
 
 Needs = Mapping[str, SideKind]
 """The side inputs that a part needs, by name."""
 
 
 def together(parts: Iterable[Needs]) -> dict[str, SideKind]:
-    """The side inputs that several parts need.
+    """Return the union of the side inputs that several parts need.
 
     Raises:
         ValueError: one name has two kinds.

@@ -36,16 +36,15 @@ class VisionLanguageConfig(ComposedConfig):
     """A tower that makes features of images, a connector that makes visual tokens of them, a decoder.
 
     Attributes:
-        from: fills in all keys that are absent from the `config.json` in this folder of Hugging Face, and
-            from its image processor unless `images` are given. The run keeps the keys, not the folder.
+        from: fills in all absent keys from the `config.json` in this Hugging Face folder and, unless `images`
+            are given, from its image processor. The run keeps the keys, not the folder.
         decoder: the language model, of type `decoder`.
         encoder: the tower.
-        connector: from the features of the tower to visual tokens of the width of the decoder.
-        fusion: how the decoder is given visual tokens.
+        connector: converts features of the tower to visual tokens of the width of the decoder.
+        fusion: how the decoder gets visual tokens.
         images: how images become pictures of the size of the tower.
-        positions: of visual tokens; see `forge_vlm.images.positions.PositionKind`.
-        image_token_id: the token that stands at the places of images in a checkpoint of Hugging Face; only an
-            export needs it.
+        positions: kind of positions of visual tokens; see `forge_vlm.images.positions.PositionKind`.
+        image_token_id: id of the token at image places in a Hugging Face checkpoint; only an export needs it.
         video: how videos become frames; absent means that there are none.
     """
 
@@ -66,7 +65,7 @@ class VisionLanguageConfig(ComposedConfig):
         """Lay the keys of `[model]` over those of the folder named by `from`.
 
         Raises:
-            ValueError: the folder holds no model that we can follow.
+            ValueError: the folder has no model that can be read.
         """
         if not isinstance(tree.get("from"), str):
             return tree
@@ -115,7 +114,7 @@ class VisionLanguageConfig(ComposedConfig):
         return -(-video.max_frames // video.merge) * self.image_tokens
 
     def _beside(self, most: int) -> Iterator[str]:
-        """Contradictions of visual tokens beside a sequence with room for so many; 0 where they are in it."""
+        """Yield contradictions of visual tokens beside a sequence with room for `most`; 0 means in it."""
         if most and self.image_tokens > most:
             yield (
                 f"an image has {self.image_tokens} visual tokens, and model.fusion.max_visual_tokens = "
@@ -147,7 +146,7 @@ class VisionLanguageConfig(ComposedConfig):
 
     @property
     def item_tokens(self) -> int:
-        """See `ModelConfig.item_tokens`: of one square image, as one picture."""
+        """See `ModelConfig.item_tokens`; counts one square image as one picture."""
         return self.fusion.places(self.image_tokens)
 
     @property
@@ -157,11 +156,11 @@ class VisionLanguageConfig(ComposedConfig):
 
     @property
     def image_tokens(self) -> int:
-        """Visual tokens of one square image."""
+        """Number of visual tokens of one square image."""
         return self.picture_tokens(self.encoder.side, self.encoder.side)
 
     def picture_tokens(self, rows: int, columns: int) -> int:
-        """Visual tokens of a picture of so many patches."""
+        """Return the number of visual tokens of a picture with so many rows and columns of patches."""
         return self.connector.tokens(rows, columns, self.encoder.extras(rows, columns))
 
     def language_model(self) -> tuple[str, ModelConfig]:
@@ -169,7 +168,7 @@ class VisionLanguageConfig(ComposedConfig):
         return "decoder", self.fused_decoder()
 
     def fused_decoder(self) -> DecoderConfig:
-        """The decoder with the blocks that the fusion needs."""
+        """Return the decoder with the blocks that the fusion needs."""
         assert isinstance(self.decoder, DecoderConfig)
         return self.fusion.decoder(self.decoder)
 
@@ -206,10 +205,10 @@ class VisionLanguageConfig(ComposedConfig):
         return ImageReader(self.encoder, self.connector, self.fusion, self.images, self.positions, self.video)
 
     def prompt(self, text: str, images: Sequence[bytes], tokenizer: Any) -> Prompt:
-        """See `ModelConfig.prompt`; images stand where `<image>` does in the text, or before it.
+        """See `ModelConfig.prompt`; images stand at `<image>` in the text, or before it.
 
         Raises:
-            ValueError: there are other images than marks in the text, or one is damaged.
+            ValueError: there are not as many images as marks in the text, or an image is damaged.
         """
         from forge_vlm.images.prompt import prompt_of
 

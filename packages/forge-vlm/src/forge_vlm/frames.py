@@ -1,4 +1,4 @@
-"""Frames of videos: images for the tower, fewer afterwards. n images and videos, V visual tokens, D width."""
+"""Videos as frames, each an image for the tower. n images and videos, V visual tokens, D width."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 def frame_by_frame(grids: Tensor) -> Tensor:
-    """[n, 3] frames, rows, columns -> [sum of frames, 3] with one frame each; both on the host."""
+    """Split [n, 3] frames, rows, columns into [sum of frames, 3] with one frame each; both on the host."""
     each = grids.repeat_interleave(grids[:, 0], 0)
     return torch.cat([torch.ones_like(each[:, :1]), each[:, 1:]], 1)
 
 
 def merged(features: Tensor, grids: Tensor, tokens: Callable[[int, int], int], merge: int) -> Tensor:
-    """Visual tokens of frames [V, D], of which `merge` that follow each other are averaged.
+    """Average the visual tokens [V, D] of `merge` consecutive frames.
 
     Args:
-        features: of all frames in their order.
+        features: visual tokens of all frames in their order.
         grids: [n, 3] on the host.
-        tokens: of a frame with so many rows and columns of patches.
-        merge: frames; the last ones of a video may be fewer.
+        tokens: returns the number of visual tokens of a frame with so many rows and columns of patches.
+        merge: number of frames; the last group of a video may have fewer.
     """
     if merge == 1:
         return features

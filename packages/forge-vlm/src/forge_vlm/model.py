@@ -15,11 +15,11 @@ from forge_vlm.config import VisionLanguageConfig
 from forge_vlm.frames import frame_by_frame, merged
 
 FED_BY = ["patches", "grids", "image_index", "image_places"]
-"""The inputs that only the tower and the first stage need."""
+"""Inputs that only the tower and the first stage need."""
 
 
 class VisionLanguage(Model):
-    """Images are inputs like tokens: whoever trains the model knows nothing of them.
+    """A vision-language model. Images are inputs like tokens, so that training code need not handle them.
 
     Attributes:
         encoder: patches -> features; None on later stages of a pipeline.
@@ -57,13 +57,13 @@ class VisionLanguage(Model):
         """Encode the images, fuse them with the tokens, and run the decoder.
 
         Args:
-            tokens: [B, T] int64; what stands at places of visual tokens does not count.
-            patches: [P, 3 p p] uint8 of all images in their order; absent or empty if there is none.
+            tokens: [B, T] int64; ids at places of visual tokens are ignored.
+            patches: [P, 3 p p] uint8 of all images in their order; absent or empty if there are none.
             grids: [n, 3] frames, rows, columns of patches of each image, on the host.
             image_index: [B, T] 0 for text, else 1 + the number of the place in its row.
-            image_places: [B] visual tokens of each row.
-            position_offsets: [B, axes, T] what is added to the positions of tokens.
-            hidden: from the stage before.
+            image_places: [B] number of image places of each row.
+            position_offsets: [B, axes, T] offsets that are added to the positions of tokens.
+            hidden: output of the previous stage.
             inputs: see `FusionConfig.arrays` and `Decoder.forward`.
         """
         fusion = self.config.fusion
@@ -95,7 +95,7 @@ class VisionLanguage(Model):
         cache: Cache | None = None,
         **others: Any,
     ) -> Tensor:
-        """[B, T] or [B, axes, T]: positions of tokens [B, T], which are counted where none are given."""
+        """Return positions of tokens [B, T], by default counted, plus offsets: [B, T] or [B, axes, T]."""
         if positions is None and cache is not None:
             positions = cache.positions(tokens.shape[1])
             cache.shift = offsets[:, 0, -1]
@@ -105,9 +105,9 @@ class VisionLanguage(Model):
         return counted[:, 0] if offsets.shape[1] == 1 else counted
 
     def visual_tokens(self, device: torch.device, patches: Tensor | None, grids: Tensor | None) -> Tensor:
-        """[V, D]: the visual tokens of all images, in order.
+        """Return the visual tokens of all images in order, [V, D].
 
-        Without images a blank one is encoded and used nowhere, so that all ranks run the same modules.
+        Without images a blank one is encoded and not used, so that all ranks run the same modules.
         """
         assert self.encoder is not None and self.connector is not None
         if patches is None or grids is None or not len(patches):
@@ -122,7 +122,7 @@ class VisionLanguage(Model):
 
     @property
     def writer(self) -> Decoder:
-        """See `Decoder.writer`: the answer to a prompt is text."""
+        """See `Decoder.writer`; the answer to a prompt is text, so it is the decoder."""
         return self.decoder
 
     def new_cache(self, capacity: int, padding: Tensor | None, device: torch.device) -> Cache:
@@ -134,7 +134,7 @@ class VisionLanguage(Model):
         return self(tokens, cache=cache, last_logits=1, **inputs)[:, -1]
 
     def _of_images(self) -> list[str]:
-        """Patterns of the modules that images alone reach, as far as this stage has them."""
+        """Return patterns of the modules of this stage that only images use."""
         before = {name: getattr(self, name) for name in ("encoder", "connector", "fusion")}
         whole = [name for name, part in before.items() if part is not None and [*part.parameters()]]
         numbered = (name.split(".") for name, _ in self.decoder.named_modules() if name)
@@ -143,7 +143,7 @@ class VisionLanguage(Model):
         return whole + inner
 
     def parallel_plan(self) -> dict[str, Any]:
-        """What may be done to this model in parallel, as plain data; see `forge_parallel.plan`."""
+        """Return the parallel plan of this model as plain data; see `forge_parallel.plan`."""
         decoder = self.decoder.parallel_plan()
         stages = decoder["stages"]
         fusion = {} if self.fusion is None else tensor_roles(self.fusion)

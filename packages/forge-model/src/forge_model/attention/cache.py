@@ -1,4 +1,4 @@
-"""Keys and values of the tokens a generation has seen. B batch, K kv heads, S capacity, H head dim."""
+"""Cached keys and values of a generation. B batch, K kv heads, S capacity, H head dim."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LayerCache:
     """Keys and values of one layer, [B, K, S, H] each, allocated at the first use, written from the left.
 
     Attributes:
-        kept: what the layer has made of side inputs that stay the same, by name; see `once`.
+        kept: what the layer has computed from side inputs that stay the same, by name; see `once`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -26,7 +26,7 @@ class LayerCache:
         self._value: Tensor | None = None
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add [B, K, T, H], whose widths H may differ, and return all there is, [B, K, length, H]."""
+        """Add [B, K, T, H], where the H of keys and values may differ; return all, [B, K, length, H]."""
         if self._key is None or self._value is None:
             self._key, self._value = (_room(one, self.capacity) for one in (key, value))
         end = self.length + key.shape[2]
@@ -36,13 +36,13 @@ class LayerCache:
         return self._key[:, :, :end], self._value[:, :, :end]
 
     def once(self, name: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Call `make` once a name and keep its result, such as keys and values of images."""
+        """Call `make` once for each name and keep its result, such as keys and values of images."""
         if name not in self.kept:
             self.kept[name] = make()
         return self.kept[name]
 
     def crop(self, length: int) -> None:
-        """Forget all tokens but the first `length`; keeps those it has if they are fewer."""
+        """Forget all tokens but the first `length`; shorter caches stay as they are."""
         self.length = min(self.length, length)
 
 
@@ -55,16 +55,16 @@ class Cache:
     """Keys and values of all layers, and which of the cached tokens are padding.
 
     Args:
-        num_layers: layers of the model.
+        num_layers: number of layers of the model.
         capacity: most tokens that fit.
-        padding: [B] integer; so many tokens at the left of each row are padding. None where there is none,
-            which needs no masks to go on with one token.
-        device: of the tokens; absent means that of `padding`.
+        padding: [B] integer, number of padding tokens at the left of each row; None means no padding, where
+            a single new token needs no mask.
+        device: device of the tokens; absent means the device of `padding`.
 
     Attributes:
-        shift: [B] integer, added to the positions of tokens that are given none, where those of a prompt are
-            no count of its tokens; None adds nothing.
-        side: side inputs of the tokens after the first pass, which need not be given then.
+        shift: [B] integer, added to positions that are not given, for prompts whose positions do not count
+            their tokens; None adds nothing.
+        side: side inputs of the tokens after the first pass, so that callers need not pass them again.
     """
 
     shift: Tensor | None = None
@@ -79,19 +79,19 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """Tokens seen so far."""
+        """Number of tokens in the cache."""
         return self.layers[0].length
 
     def positions(self, tokens: int) -> Tensor:
-        """[T] or [B, T] positions of the next tokens, counted from the first one that is no padding."""
+        """Return positions [T] or [B, T] of the next tokens, counted from the first one after padding."""
         index = torch.arange(self.length, self.length + tokens, device=self.device)
         return positions_after(index, self.padding, self.shift)
 
     def mask(self, tokens: int, span_ids: Tensor | None = None) -> Mask:
-        """The mask of the next tokens; tokens of one span [B, T], other than 0, see each other both ways.
+        """Return the mask of the next tokens; tokens in the same span [B, T], except span 0, see each other.
 
         Raises:
-            ModelError: spans were given, and there are tokens already, whose spans are not kept.
+            ModelError: `span_ids` is given although the cache has tokens, whose span ids are not stored.
         """
         if span_ids is not None and self.length:
             raise ModelError("given span_ids after a cache that has tokens; give them with the first tokens")
@@ -99,7 +99,7 @@ class Cache:
 
 
 def positions_after(index: Tensor, padding: Tensor | None, shift: Tensor | None) -> Tensor:
-    """[T] or [B, T]: the positions of tokens by their index [T] in the cache; see `Cache`."""
+    """Return the positions [T] or [B, T] of tokens by their index [T] in the cache; see `Cache`."""
     if padding is not None:
         index = (index - padding[:, None]).clamp(min=0)
     return index if shift is None else index + shift[:, None]

@@ -127,7 +127,7 @@ class GroupedQueryConfig(AttentionConfig):
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads, the default resolved."""
+        """Number of key-value heads, with the default resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     def tensor_sizes(self) -> dict[str, int]:
@@ -154,7 +154,7 @@ class GroupedQueryConfig(AttentionConfig):
             )
 
     def head_width(self, dim: int) -> int:
-        """Width of a head, the default resolved."""
+        """Return the width of a head, with the default resolved."""
         return dim // self.num_heads if self.head_dim is None else self.head_dim
 
     def rotary_dim(self, dim: int) -> int:
@@ -237,7 +237,7 @@ class LatentConfig(AttentionConfig):
         return self.nope_dim + self.rope_dim
 
     def latent_norm(self, norm: NormConfig) -> NormConfig:
-        """The norm of the latents, of the kind of the layer's."""
+        """Return the norm of the latents, of the same type as the norm of the layer."""
         return replace(norm, eps=self.latent_eps)
 
     def tensor_sizes(self) -> dict[str, int]:
@@ -266,7 +266,7 @@ class LatentConfig(AttentionConfig):
         return LatentAttention(self, dim, norm)
 
     def forward_flops(self, dim: int, tokens: int, causal: bool) -> float:
-        """See `AttentionConfig.forward_flops`; as in training, where nothing is absorbed."""
+        """See `AttentionConfig.forward_flops`; as in training, without absorption."""
         width, values = self.num_heads * self.head_dim, self.num_heads * self.value_dim
         queries = dim * width if self.q_rank is None else self.q_rank * (dim + width)
         keys = dim * (self.kv_rank + self.rope_dim)

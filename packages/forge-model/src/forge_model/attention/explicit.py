@@ -1,4 +1,4 @@
-"""Softmax attention that `F.scaled_dot_product_attention` cannot compute: soft-capped scores, sinks.
+"""Softmax attention with soft-capped scores or sinks, which `F.scaled_dot_product_attention` cannot compute.
 
 B batch, T queries, S keys, N query heads, K heads of keys and values, H head dim.
 """
@@ -15,10 +15,10 @@ from forge_model.error import ModelError
 
 
 class ExplicitAttention:
-    """Every score is made on the CPU; FlexAttention makes them block by block on CUDA."""
+    """Attention that computes all scores at once on the CPU, block by block with FlexAttention on CUDA."""
 
     def resolve(self, mask: Mask, window: int | None) -> Any:
-        """`LastKeys`, a block mask of FlexAttention, or [B or 1, 1, T, S] bool."""
+        """Return `LastKeys`, a block mask of FlexAttention, or a bool mask [B or 1, 1, T, S]."""
         if mask.sees_last_keys(window):
             return LastKeys(window)
         return flex_blocks(mask, window) if suits_flex(mask) else mask.dense(window)
@@ -55,7 +55,7 @@ class ExplicitAttention:
 
 
 def _by_group(left: Tensor, right: Tensor) -> Tensor:
-    """[B, N, T, X] @ [B, K, X, Y] -> [B, N, T, Y]: N / K heads share each of K, which is not copied."""
+    """[B, N, T, X] @ [B, K, X, Y] -> [B, N, T, Y]: N / K heads share each of the K, without copies."""
     kv_heads, tokens = right.shape[1], left.shape[2]
     rows = left.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     return (rows @ right).unflatten(2, (-1, tokens)).flatten(1, 2)
@@ -72,10 +72,10 @@ class SinkAttention(ExplicitAttention):
 
 
 explicit_attention: Attend = ExplicitAttention()
-"""The one that attention modules with a soft cap start with."""
+"""The default `attend` of attention modules with a soft cap."""
 
 sink_attention: Attend = SinkAttention()
-"""The one that attention modules with sinks and without a soft cap start with."""
+"""The default `attend` of attention modules with sinks and without a soft cap."""
 
 
 def _flex(
@@ -87,7 +87,7 @@ def _flex(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """By FlexAttention. A sink takes exp(sink) / (exp(sink) + exp(lse)) of all weights of a query."""
+    """Use FlexAttention. A sink gets exp(sink) / (exp(sink) + exp(lse)) of all weights of a query."""
 
     def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)  # type: ignore[operator]

@@ -15,7 +15,7 @@ from forge_model.norm_config import NormConfig
 
 
 class Attention(nn.Module):
-    """Self-attention with rotary positions and, when asked for, normalized queries and keys.
+    """Self-attention with rotary positions and, if configured, normalized queries and keys.
 
     Attributes:
         attend: computes softmax attention; may be replaced.
@@ -56,10 +56,10 @@ class Attention(nn.Module):
         """[B, T, D] -> [B, T, D].
 
         Args:
-            x: the residual stream, normalized.
-            rope: of these T positions; None leaves queries and keys without any.
-            mask: what `attend.resolve` made for the window of this layer.
-            cache: keys and values of earlier tokens; these are added to it.
+            x: the normalized residual stream.
+            rope: rotary table of these T positions; None rotates nothing.
+            mask: result of `attend.resolve` for the window of this layer.
+            cache: keys and values of earlier tokens; the new keys and values are added to it.
         """
         query = self._heads(self.wq(x), self.q_norm)
         key = self._heads(self.wk(x), self.k_norm)
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(-2))
 
     def rotated(self, x: Tensor, rope: Rope | None) -> Tensor:
-        """[B, N, T, H] queries or keys, the part that has a position rotated by it."""
+        """Rotate the first `rope_dim` numbers of each head of queries or keys [B, N, T, H] by position."""
         if rope is None:
             return x
         whole = self.rope_dim == self.head_dim  # a split would copy gradients of nothing

@@ -1,6 +1,6 @@
-"""Multi-head latent attention: keys and values of all heads follow from one short latent a token.
+"""Multi-head latent attention: keys and values of all heads follow from one short latent per token.
 
-B batch, T queries, S keys, N heads, D model dim; L width of the latent; of a head, P width of the part
+B batch, T queries, S keys, N heads, D model dim; L width of the latent; widths within a head: P of the part
 without position, R of the rotated part, V of a value.
 """
 
@@ -20,17 +20,17 @@ from forge_model.norm_config import NormConfig
 
 
 class LatentAttention(nn.Module):
-    """DeepSeek-V3, arXiv:2412.19437 eq. 1-11; names as there in brackets.
+    """DeepSeek-V3, arXiv:2412.19437 eq. 1-11; the names used there are in brackets.
 
-    A cache keeps the normalized latents and the rotated keys that all heads share: L + R numbers a token.
-    Once it has some, new queries look at the latents themselves ("absorbed": arXiv:2405.04434 section 2.1.2).
+    A cache keeps the normalized latents and the rotated keys, which all heads share: L + R numbers per token.
+    After cached tokens, queries attend to the latents directly ("absorbed": arXiv:2405.04434 section 2.1.2).
 
     Attributes:
         attend: computes softmax attention; may be replaced.
-        wq: queries without compression; None where there is one.
-        wq_down: to the latent of queries (W^DQ), with `q_norm`; `wq_up` makes queries of it (W^UQ, W^QR).
-        wkv_down: to the latent of keys and values, and to the rotated key (W^DKV, W^KR).
-        wkv_up: the latent to keys and values, head by head (W^UK, W^UV).
+        wq: projection to queries if these are not compressed; otherwise None.
+        wq_down: projection to the latent of queries (W^DQ), then `q_norm`, `wq_up` to queries (W^UQ, W^QR).
+        wkv_down: projection to the latent of keys and values and to the rotated key (W^DKV, W^KR).
+        wkv_up: projection of the latent to keys and values, head by head (W^UK, W^UV).
     """
 
     residual_writers: ClassVar[tuple[str, ...]] = ("wo.weight",)
@@ -74,14 +74,14 @@ class LatentAttention(nn.Module):
         return x if rope is None else rotate(pairs_to_halves(x) if self.rope_pairs else x, *rope)
 
     def _expanded(self, plain: Tensor, rotated: Tensor, latent: Tensor, shared: Tensor, mask: Any) -> Tensor:
-        """[B, N, T, P], [B, N, T, R], [B, 1, S, L], [B, 1, S, R] -> [B, N, T, V]; makes keys and values."""
+        """Compute keys and values: [B, N, T, P], [B, N, T, R], [B, 1, S, L], [B, 1, S, R] -> [B, N, T, V]."""
         both = self.wkv_up(latent[:, 0]).unflatten(-1, (-1, self.nope_dim + self.value_dim)).transpose(1, 2)
         key, value = both.split([self.nope_dim, self.value_dim], -1)
         key = torch.cat([key, shared.expand(-1, key.shape[1], -1, -1)], -1)
         return self.attend(torch.cat([plain, rotated], -1), key, value, mask, self.scale)
 
     def _absorbed(self, plain: Tensor, rotated: Tensor, latent: Tensor, shared: Tensor, mask: Any) -> Tensor:
-        """The same from the latents: q W^UK is a query for them, and W^UV is applied to what they sum to."""
+        """Return the same from the latents themselves: q W^UK is the query, W^UV projects the result."""
         up = self.wkv_up.weight.unflatten(0, (-1, self.nope_dim + self.value_dim))
         to_key, to_value = up.split([self.nope_dim, self.value_dim], 1)
         query = torch.cat([plain @ to_key, rotated], -1)

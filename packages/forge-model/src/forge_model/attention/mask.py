@@ -1,8 +1,8 @@
 """Which keys a query may see, and softmax attention over them.
 
-A `Mask` only describes; the function that computes attention makes of it what it needs (`Attend.resolve`),
-once a forward pass for each window in use. Another such function, say for context parallelism, can take the
-place of the attribute `attend` of the attention modules. B batch, T queries, S keys, N heads, H head dim.
+A `Mask` is a description; `Attend.resolve` of the function that computes attention derives its own form from
+it, once per forward pass and window. Another function, for example for context parallelism, can replace the
+attribute `attend` of attention modules. B batch, T queries, S keys, N heads, H head dim.
 """
 
 from __future__ import annotations
@@ -18,47 +18,48 @@ from torch import Tensor
 from forge_model.compiled_calls import call_compiled
 
 BLOCK = 128
-"""Tokens of a block of FlexAttention."""
+"""Number of tokens in a block of FlexAttention."""
 
 FLEX_WIDTH = 16
-"""The least width of heads that FlexAttention has kernels for."""
+"""The smallest head width for which FlexAttention has kernels."""
 
 FLEX_COMPILATIONS = 64
-"""How often it is compiled in a process, outside of compiled blocks."""
+"""How often FlexAttention is compiled in a process, outside of compiled blocks."""
 
 
 @dataclass(frozen=True)
 class LastKeys:
-    """In place of a mask: every query sees the last keys of its row, as one query after a cache does.
+    """A replacement for a mask if every query sees the last keys of its row, like one query after a cache.
 
     Attributes:
-        most: so many of them; None means all. Those before need not be read.
+        most: number of keys that are seen; None means all. Earlier keys need not be read.
     """
 
     most: int | None
 
     def of(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The part of [B, K, S, H] that is seen, of each."""
+        """Return the visible part of each tensor [B, K, S, H]."""
         return tensors if self.most is None else tuple(one[:, :, -self.most :] for one in tensors)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What all layers of a forward pass see: earlier tokens of their document that are no padding.
+    """What tokens see in all layers of a forward pass: earlier tokens of their document, except padding.
 
-    Later ones too, where attention is not causal, or where both are of one span.
+    A token also sees later tokens if attention is not causal or both are in the same span.
 
-    Tokens are counted from the start of their row, those in the cache first.
+    Tokens are counted from the start of their row, beginning with the tokens in the cache.
 
     Attributes:
-        tokens: T.
-        device: where attention runs.
-        doc_ids: [B, S] integer, of all keys; a token sees only tokens of its own id.
-        cached: keys before the first query.
-        padding: [B] integer; so many tokens at the left of each row are padding.
-        span_ids: [B, S] integer, of all keys; tokens of one id other than 0 see each other both ways, also
-            beyond a window.
-        causal: a token sees no later ones but those of its span. Otherwise a window reaches to both sides.
+        tokens: number T of queries.
+        device: device of the attention.
+        doc_ids: [B, S] integer, document ids of all keys; a token sees only tokens with its own id.
+        cached: number of keys before the first query.
+        padding: [B] integer, number of padding tokens at the left of each row.
+        span_ids: [B, S] integer, span ids of all keys; tokens with the same id other than 0 see each other in
+            both directions, also beyond a window.
+        causal: whether a token sees no later tokens outside its span. If false, a window reaches to both
+            sides.
     """
 
     tokens: int
@@ -71,7 +72,7 @@ class Mask:
 
     @property
     def by_row(self) -> Tensor | None:
-        """The tensor that makes masks differ by row, if any does."""
+        """The first tensor by which the masks of rows differ; None if all rows have the same mask."""
         return next((one for one in (self.doc_ids, self.padding, self.span_ids) if one is not None), None)
 
     def is_plain_causal(self, window: int | None) -> bool:
@@ -80,20 +81,20 @@ class Mask:
         return self.causal and everything and self.by_row is None and not self.cached
 
     def sees_last_keys(self, window: int | None) -> bool:
-        """Whether every query sees the last `window` keys, of all: the next token after a cache, for one."""
+        """Whether every query sees the last `window` of all keys, such as the next token after a cache."""
         if self.by_row is not None:
             return False
         everything = window is None or window >= self.cached + self.tokens
         return (self.tokens == 1 and self.causal) or (not self.causal and everything)
 
     def sees(self, row: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor:
-        """Whether a token sees another, bool, for broadcast indices; padding sees itself: no row is empty.
+        """Return as bool whether a token sees another; padding sees itself, so that no row is empty.
 
         Args:
-            row: of the batch; None if nothing differs by row.
-            query: of the token that looks.
-            key: of the token looked at.
-            window: a token sees at most so many tokens, itself included.
+            row: index in the batch; None if all rows have the same mask. All indices broadcast.
+            query: index of the token that looks.
+            key: index of the token that may be seen.
+            window: most tokens that a token sees, itself included.
         """
         visible = key <= query if self.causal else torch.ones_like(key <= query)
         if window is not None:
@@ -120,10 +121,11 @@ class Mask:
 
 
 def flex_blocks(mask: Mask, window: int | None) -> Any:
-    """The mask for FlexAttention, without ever holding T x T of anything.
+    """Return the mask for FlexAttention without allocating any [T, T] tensor.
 
     Whether a block of queries sees none, some or all of a block of keys follows from the least and the
-    greatest index and document in each. A block may count as "some" that is none; never the other way round.
+    greatest index and document id in each block. A block that sees none may count as "some", never the
+    other way round.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -157,7 +159,7 @@ def flex_blocks(mask: Mask, window: int | None) -> Any:
 
 
 def _in_reach(keys: _Blocks, queries: _Blocks, window: int | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """Whether queries of a block look at some, and at all, keys of another: two [1, queries, keys] bool."""
+    """Whether the queries of a block see some, and see all, keys of a block: two [1, queries, keys] bool."""
     some = (keys.first <= queries.last[:, None])[None]
     every = (keys.last <= queries.first[:, None])[None]
     if not causal:
@@ -173,7 +175,7 @@ def _in_reach(keys: _Blocks, queries: _Blocks, window: int | None, causal: bool)
 
 
 class _Blocks:
-    """Blocks of tokens of a mask, from the token `start` on: their first and last token, [blocks]."""
+    """The blocks of the tokens from index `start` on: first and last token of each, [blocks]."""
 
     def __init__(self, start: int, tokens: int, mask: Mask) -> None:
         self.first = torch.arange(0, tokens, BLOCK, device=mask.device) + start
@@ -191,7 +193,7 @@ class _Blocks:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[B or 1, Q, K] bool -> how many blocks of keys each block of queries has, and their indices, int32."""
+    """[B or 1, Q, K] bool -> number of key blocks for each query block, and their indices, int32."""
     counts = blocks.sum(-1, dtype=torch.int32)
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return counts[:, None].contiguous(), order[:, None].contiguous()
@@ -201,24 +203,24 @@ class Attend(Protocol):
     """A way to compute softmax attention: the attribute `attend` of an attention module."""
 
     def resolve(self, mask: Mask, window: int | None) -> Any:
-        """What `__call__` wants to know of the mask; called outside of compiled blocks, once for a window."""
+        """Return what `__call__` needs of the mask; called outside of compiled blocks, once per window."""
         ...
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, resolved: Any, scale: float | None = None
     ) -> Tensor:
-        """Softmax attention.
+        """Compute softmax attention.
 
-        Modules that need more give it by keyword, and one that does not know these is an error:
+        Modules that need more pass it by keyword; an implementation without that keyword fails:
         `softcap` (float): scores become softcap * tanh(score / softcap); `sinks` [N]: the score of one more
         key, which every query of a head sees and which has no value.
 
         Args:
             query: [B, N, T, H].
             key: [B, K, S, H], K divides N.
-            value: [B, K, S, H], or of another width.
-            resolved: from `resolve`.
-            scale: of the scores; absent means 1/sqrt(H).
+            value: [B, K, S, H]; its width may differ from H.
+            resolved: result of `resolve`.
+            scale: factor on the scores; absent means 1/sqrt(H).
 
         Returns:
             [B, N, T, width of value].
@@ -227,19 +229,19 @@ class Attend(Protocol):
 
 
 class SoftmaxAttention:
-    """Scaled dot-product attention of torch; FlexAttention on CUDA where the mask is more than causal.
+    """Scaled dot-product attention of torch; FlexAttention on CUDA if the mask is not plain causal.
 
     Attributes:
-        by_blocks: true: whoever computes softmax attention of the mask, with sinks if they are given, by
-            one block of keys after the other may take its place.
+        by_blocks: true; attention of the mask (with sinks, if given) by one block of keys after another may
+            replace this one.
     """
 
     by_blocks: ClassVar[bool] = True
 
     def resolve(self, mask: Mask, window: int | None) -> Any:
-        """None for plain causal attention, `LastKeys`, a block mask of FlexAttention, or a mask.
+        """Return None for plain causal attention, `LastKeys`, a block mask of FlexAttention, or a mask.
 
-        A mask is [B or 1, 1, T, S] bool.
+        The latter is [B or 1, 1, T, S] bool.
         """
         if mask.is_plain_causal(window):
             return None
@@ -269,20 +271,20 @@ class SoftmaxAttention:
 
 
 softmax_attention: Attend = SoftmaxAttention()
-"""The one that attention modules start with."""
+"""The default `attend` of attention modules."""
 
 
 def suits_flex(mask: Mask) -> bool:
-    """Whether FlexAttention computes it: on CUDA, without padding, for more than a query after a cache."""
+    """Whether FlexAttention can compute it: on CUDA, no padding, not just a few queries after a cache."""
     return mask.device.type == "cuda" and mask.padding is None and (not mask.cached or mask.tokens >= BLOCK)
 
 
 def attend_flex(
     query: Tensor, key: Tensor, value: Tensor, blocks: Any, scale: float | None, **options: Any
 ) -> Any:
-    """FlexAttention, compiled unless a block around it already is: eager, it holds all scores.
+    """Compute FlexAttention, compiled here unless it is in a compiled block; eager, it allocates all scores.
 
-    Heads narrower than its kernels get zeros beside them, which change no score.
+    Heads narrower than its kernels support are padded with zeros, which change no score.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -301,7 +303,7 @@ def attend_flex(
 
 
 def _at_least(width: int, heads: Tensor) -> Tensor:
-    """Heads [..., H] with zeros up to a width, or as they are."""
+    """Pad heads [..., H] with zeros to a width; wider heads stay as they are."""
     missing = width - heads.shape[-1]
     return F.pad(heads, (0, missing)) if missing > 0 else heads
 

@@ -1,4 +1,4 @@
-"""How positions turn queries and keys. B batch, T tokens, N heads, H head dim."""
+"""Rotation of queries and keys by position. B batch, T tokens, N heads, H head dim."""
 
 from itertools import groupby
 from typing import Any
@@ -16,13 +16,13 @@ Rope = tuple[Tensor, Tensor]
 def rope_table(
     config: RopeConfig, head_dim: int, positions: Tensor, dtype: torch.dtype = torch.float32
 ) -> Rope:
-    """Cosines and sines of every position.
+    """Return cosines and sines for every position.
 
     Args:
-        config: which frequencies.
+        config: configuration of the frequencies.
         head_dim: H, even.
         positions: [T], [B, T] or [B, axes, T] integer; several axes for a configuration that has them.
-        dtype: what it is computed in and returned as.
+        dtype: dtype of the computation and the result.
 
     Returns:
         Two tensors, [T, H/2] or [B, 1, T, H/2].
@@ -34,10 +34,10 @@ def rope_table(
 
 
 def _of_pairs(config: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
-    """[T, 1], [B, T, 1] or [B, T, H/2]: the positions by which pairs turn.
+    """Return the positions by which pairs of numbers rotate, [T, 1], [B, T, 1] or [B, T, H/2].
 
     Raises:
-        ModelError: there are other axes of positions than the configuration has.
+        ModelError: `positions` has another number of axes than the configuration.
     """
     if positions.ndim < 3:
         return positions[..., None]
@@ -53,7 +53,7 @@ def _of_pairs(config: RopeConfig, head_dim: int, positions: Tensor) -> Tensor:
 
 
 Frequencies = tuple[Tensor, tuple[int, Tensor] | None]
-"""Those of short sequences [H/2], and the number of tokens above which a sequence has others, with those."""
+"""Frequencies of short sequences [H/2]; the length above which others hold, with these; or None."""
 
 
 def _frequencies(config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> Frequencies:
@@ -64,18 +64,18 @@ def _frequencies(config: RopeConfig, head_dim: int, dtype: torch.dtype, device: 
 
 
 def _of_length(short: Tensor, long: tuple[int, Tensor] | None, positions: Tensor) -> Tensor:
-    """[H/2] or [..., T, H/2]: the frequencies of each token, which follow from the length of its sequence."""
+    """Return the frequencies of each token by the length of its sequence, [H/2] or [..., T, H/2]."""
     if long is None:
         return short
     return torch.where(sequence_lengths(positions)[..., None] > long[0], long[1], short)
 
 
 def sequence_lengths(positions: Tensor) -> Tensor:
-    """How many tokens the sequence of each token has, without a copy to the host.
+    """Return how many tokens the sequence of each token has, without a copy to the host.
 
     Args:
-        positions: [..., T] integer; a sequence goes on as long as they rise by one. That before the first of
-            them, in a cache, belongs to it.
+        positions: [..., T] integer; a sequence continues as long as positions rise by one. The cached tokens
+            before its first position belong to it.
 
     Returns:
         [..., T] integer.
@@ -89,10 +89,10 @@ def sequence_lengths(positions: Tensor) -> Tensor:
 
 
 def row_positions(lengths: Tensor, tokens: int) -> Tensor:
-    """[B, T] positions of rows that are padded on the right: padding does not count for the length of a row.
+    """Return the positions [B, T] of rows padded on the right; padding does not count in the length of a row.
 
     Args:
-        lengths: [B] integer, tokens of each row that are no padding.
+        lengths: [B] integer, number of tokens of each row without padding.
         tokens: T.
     """
     index = torch.arange(tokens, device=lengths.device)
@@ -100,7 +100,7 @@ def row_positions(lengths: Tensor, tokens: int) -> Tensor:
 
 
 def _table(frequencies: Tensor, factor: float, positions: Tensor) -> Rope:
-    """Of positions [..., T, 1 or H/2], by frequencies [H/2] or [..., T, H/2]."""
+    """Return the table of positions [..., T, 1 or H/2] for frequencies [H/2] or [..., T, H/2]."""
     angles = positions.to(frequencies.dtype) * frequencies
     if angles.ndim == 3:
         angles = angles[:, None]
@@ -108,9 +108,9 @@ def _table(frequencies: Tensor, factor: float, positions: Tensor) -> Rope:
 
 
 class RopeTables:
-    """The tables of a model; those of positions 0, 1, 2, ... are kept for the next forward pass.
+    """The rotary tables of a model; tables of positions 0, 1, 2, ... are kept for the next forward pass.
 
-    So are all frequencies: copying them to a GPU would make every forward pass wait for it.
+    All frequencies are kept, too; otherwise every forward pass would wait for copying them to a GPU.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class RopeTables:
     def __call__(
         self, config: RopeConfig, head_dim: int, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype
     ) -> Rope:
-        """The table for `tokens` [B, T] at `positions` as of `rope_table`; None counts from 0."""
+        """Return the table for `tokens` [B, T] at `positions`, as in `rope_table`; None counts from 0."""
         frequencies = self._frequencies_of(config, head_dim, dtype, tokens.device)
         if positions is not None:
             turning = _of_length(*frequencies, positions)
@@ -154,7 +154,7 @@ class RopeTables:
 
 
 def pairs_to_halves(x: Tensor) -> Tensor:
-    """[..., H] with pairs (0, 1), (2, 3), ... side by side -> the same with their members in two halves."""
+    """Reorder [..., H] from adjacent pairs (0, 1), (2, 3), ... to first members, then second members."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 

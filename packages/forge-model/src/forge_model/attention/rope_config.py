@@ -1,4 +1,4 @@
-"""How fast each pair of head dimensions rotates: rotary embeddings and their scalings. Imports no torch."""
+"""Frequencies at which pairs of head dimensions rotate, and their scalings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class RopeConfig(Config):
     theta: Annotated[float, Meta(gt=1)] = THETA
 
     def axes(self, dim: int) -> Sequence[int] | None:
-        """By which axis of positions each of dim/2 pairs turns; None where positions have one axis."""
+        """Return the axis of positions that rotates each of dim/2 pairs; None if positions have one axis."""
         return None
 
     def frequencies(self, dim: int) -> list[float]:
-        """Radians a position, for each of dim/2 pairs."""
+        """Return the radians per position for each of dim/2 pairs."""
         return [self.theta ** (-2 * i / dim) for i in range(dim // 2)]
 
     def long_frequencies(self, dim: int) -> tuple[int, list[float]] | None:
-        """A number of tokens, and the frequencies of sequences that are longer; None where all turn alike."""
+        """Return a length and the frequencies of longer sequences; None if all have the same frequencies."""
         return None
 
     def attention_factor(self) -> float:
-        """The factor on the tables of cosines and sines."""
+        """Return the factor on the tables of cosines and sines."""
         return 1.0
 
 
@@ -87,7 +87,7 @@ class LinearRopeConfig(RopeConfig):
     """Position interpolation (Chen et al. 2023, arXiv:2306.15595).
 
     Attributes:
-        factor: positions are divided by this.
+        factor: divisor of positions.
     """
 
     factor: Annotated[float, Meta(ge=1)]
@@ -99,7 +99,7 @@ class LinearRopeConfig(RopeConfig):
 
 @ropes.register("llama3")
 class Llama3RopeConfig(RopeConfig):
-    """Stretches long wavelengths, keeps short ones, blends between (Llama 3.1, arXiv:2407.21783).
+    """A scaling that stretches long wavelengths, keeps short ones, and blends between (arXiv:2407.21783).
 
     Attributes:
         factor: how much the long wavelengths are stretched.
@@ -142,11 +142,11 @@ class YarnRopeConfig(RopeConfig):
 
     Attributes:
         factor: how much longer the context becomes.
-        beta_fast: dimensions turning more often than this in the original context are kept.
-        beta_slow: dimensions turning less often than this are interpolated fully.
+        beta_fast: dimensions that rotate more often than this in the original context are kept.
+        beta_slow: dimensions that rotate less often than this are interpolated fully.
         original_max_tokens: context of the model before it was stretched.
         truncate: blend from and to whole dimensions, as published; GPT-OSS does not.
-        scale: what cosines and sines are multiplied by; absent means 0.1 ln(factor) + 1 (eq. 22).
+        scale: factor on cosines and sines; absent means 0.1 ln(factor) + 1 (eq. 22).
     """
 
     factor: Annotated[float, Meta(ge=1)]
@@ -170,7 +170,7 @@ class YarnRopeConfig(RopeConfig):
         return scaled
 
     def _dim_of(self, turns: float, dim: int) -> float:
-        """The (fractional) pair that turns so many times within the original context."""
+        """Return the (fractional) index of the pair that rotates `turns` times in the original context."""
         return dim * math.log(self.original_max_tokens / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
     def attention_factor(self) -> float:
@@ -180,18 +180,17 @@ class YarnRopeConfig(RopeConfig):
 
 @ropes.register("longrope")
 class LongRopeConfig(RopeConfig):
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor for each pair, others in long sequences.
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor for each pair, other factors in long sequences.
 
-    A sequence longer than `original_max_tokens` turns by `long_factors` from its first token on. Packed
-    documents are sequences of their own where `data.mask_documents` counts their positions anew.
+    A sequence longer than `original_max_tokens` uses `long_factors` from its first token on. Packed documents
+    count as sequences of their own if `data.mask_documents` restarts their positions.
 
     Attributes:
-        short_factors: what the wavelength of each pair is multiplied by.
+        short_factors: factor on the wavelength of each pair.
         long_factors: the same in sequences of more than `original_max_tokens`.
         factor: how much longer the context becomes.
         original_max_tokens: context of the model before it was stretched.
-        scale: what cosines and sines are multiplied by; absent means
-            sqrt(1 + ln(factor) / ln(original_max_tokens)).
+        scale: factor on cosines and sines; absent means sqrt(1 + ln(factor) / ln(original_max_tokens)).
     """
 
     short_factors: tuple[Positive, ...]

@@ -1,1 +1,1 @@
-"""Decoders: blocks, their plan, roles, initial values, multi-token prediction."""
+"""Decoders: configuration, blocks, parallel plan, multi-token prediction."""

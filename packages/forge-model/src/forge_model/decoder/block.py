@@ -14,10 +14,10 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x)); `norm_order` says where the norms are.
 
     Attributes:
-        attention_norm: of what attention is given; None where that is not normalized.
-        attention_post_norm: of what it returns.
-        ffn_norm: of what the feed-forward is given.
-        ffn_post_norm: of what it returns.
+        attention_norm: norm of the input of attention; None if that is not normalized.
+        attention_post_norm: norm of the output of attention, or None.
+        ffn_norm: norm of the input of the feed-forward, or None.
+        ffn_post_norm: norm of the output of the feed-forward, or None.
     """
 
     tensor_roles: ClassVar[dict[str, str]] = {

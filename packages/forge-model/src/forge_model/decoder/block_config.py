@@ -28,7 +28,7 @@ class BlockConfig(Config):
     needs: ClassVar[Needs] = {}
 
     def build(self, layer: LayerConfig, dim: int) -> nn.Module:
-        """A module ([B, T, D], `forge_model.decoder.context.Context`) -> [B, T, D]."""
+        """Build a module ([B, T, D], `forge_model.decoder.context.Context`) -> [B, T, D]."""
         raise NotImplementedError
 
     def forward_flops(self, layer: LayerConfig, dim: int, tokens: int, causal: bool) -> float:
@@ -41,7 +41,7 @@ class BlockConfig(Config):
         return {f"{part}.{key}": size for part, found in parts.items() for key, size in found.items()}
 
     def require_axes(self, layer: LayerConfig, tp: int, cp: int, sequence: bool) -> None:
-        """See `ModelConfig.require_axes`. A block that knows of cut tokens may allow its side inputs."""
+        """See `ModelConfig.require_axes`. A block that handles sharded tokens may allow its side inputs."""
         layer.attention.require_axes(layer.norm, tp, cp)
         by_token = [name for name, kind in layer.needs().items() if kind == "token"]
         if tp > 1 and sequence and (refused := [*self.needs, *by_token]):

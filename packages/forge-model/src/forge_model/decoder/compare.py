@@ -1,4 +1,4 @@
-"""Where two decoders differ, so that the weights of one do not fit the other. Imports no torch."""
+"""Differences between two decoders because of which weights of one do not fit the other. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ NOT_COMPARED = {
     "ffn.scale_gradients": "how it learns",
 }
 """Keys by which two models may differ and still compute the same with the same weights, and why. Every other
-key counts, also one that only a struct from outside has."""
+key counts, also keys of structs from outside this package."""
 
 
 def differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
-    """Where two models compute something else with the same weights, or have other weights.
+    """Return the keys by which two models have other weights or compute something else from equal weights.
 
-    The keys of `NOT_COMPARED` do not count, nor what a default was resolved to.
+    The keys of `NOT_COMPARED` do not count. A default equals the value that it is resolved to.
 
     Returns:
-        One line a key, `key: value of config, there value of other (layers)`; empty if they agree.
+        One line per key, `key: value of config, there value of other (layers)`; empty if the models agree.
     """
     lines = _unlike(_outer(config), _outer(other))
     if config.learned_positions and config.max_tokens != other.max_tokens:
@@ -54,15 +54,15 @@ def differences(config: DecoderConfig, other: DecoderConfig) -> list[str]:
 
 
 def _outer(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of a model but for the parts of its layers, flat; `norm` is that of the last hidden state."""
+    """Return the keys of a model outside of its layers, flat; `norm` is that of the last hidden state."""
     tree = {"type": _type(config), **plain(config), "logit_divisor": config.divisor}
     of_layers = {name for name in LayerConfig.__struct_fields__ if name not in ("norm", "norm_order")}
-    of_layers.add("scaling")  # how it learns; what it computes is in the divisor and the scale of attention
+    of_layers.add("scaling")  # about learning; its effect on results is in the divisor and attention scale
     return _compared({key: value for key, value in tree.items() if key not in of_layers})
 
 
 def _resolved(config: DecoderConfig, index: int) -> dict[str, Any]:
-    """The parts of a layer, flat, with their defaults resolved."""
+    """Return the parts of a layer, flat, with their defaults resolved."""
     layer = config.layer(index)
     parts = {name: getattr(layer, name) for name in type(layer).__struct_fields__ if name != "norm_order"}
     parts["attention"] = layer.attention.resolved(config.dim)
@@ -71,7 +71,7 @@ def _resolved(config: DecoderConfig, index: int) -> dict[str, Any]:
 
 
 def _type(struct: Config) -> str:
-    """The type of a struct: two with equal keys may compute different things."""
+    """Return the type of a struct, since two types with equal keys may compute different things."""
     return type_name(type(struct)) or type(struct).__name__
 
 
@@ -80,7 +80,7 @@ def _compared(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables as one, keys joined by dots."""
+    """Flatten nested tables into one, with keys joined by dots."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         below = _flat(value) if isinstance(value, Mapping) else {}

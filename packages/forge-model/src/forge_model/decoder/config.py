@@ -1,4 +1,4 @@
-"""What `[model]` of a decoder holds: its parts, which may differ by layer. Imports no torch."""
+"""The section `[model]` of a decoder: its parts, which may differ by layer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LayerConfig(Config):
     block: BlockConfig = StandardBlockConfig()
 
     def needs(self) -> dict[str, SideKind]:
-        """The side inputs of the model that something in this block needs, by name."""
+        """Return the side inputs of the model that any part of this block needs, by name."""
         return together([self.block.needs, self.ffn.needs, self.norm.needs])
 
 
@@ -64,13 +64,13 @@ class LayerOverride(Config):
     block: BlockConfig | None = None
 
     def indices(self, num_layers: int) -> list[int]:
-        """The layers of a model of `num_layers` that are meant; empty if one of its parts names none."""
+        """Return the layers of `num_layers` that it names; empty if one of its parts names none."""
         parts = [_indices(part, num_layers) for part in self.layers.split(",")]
         return [index for part in parts for index in part] if all(parts) else []
 
 
 def _indices(text: str, num_layers: int) -> range:
-    """The layers that one index or slice names."""
+    """Return the layers that one index or slice names."""
     parts = [int(part) if part else None for part in text.split(":")]
     if len(parts) > 1:
         return range(num_layers)[slice(*parts)]
@@ -195,12 +195,12 @@ class DecoderConfig(ModelConfig):
 
     @property
     def scaled(self) -> Scaling:
-        """This model against its base."""
+        """The size of this model relative to its base model."""
         return Scaling() if self.scaling is None else self.scaling.of(self.dim, self.num_layers)
 
     @property
     def divisor(self) -> float:
-        """What logits are divided by: of a tied matrix, which learns as an embedding, by the width, too."""
+        """Divisor of logits; includes the width of a tied matrix, which learns as an embedding."""
         return self.logit_divisor * (self.scaled.width if self.tie_embeddings else 1.0)
 
     def scales_learning(self) -> bool:
@@ -208,7 +208,7 @@ class DecoderConfig(ModelConfig):
         return self.scaling is not None
 
     def layer(self, index: int) -> LayerConfig:
-        """The parts of one layer, the overrides applied; -1 is the last."""
+        """Return the parts of one layer with overrides applied; -1 is the last layer."""
         index %= self.num_layers
         parts: dict[str, Any] = {name: getattr(self, name) for name in LayerConfig.__struct_fields__}
         for override in self.overrides:
@@ -219,7 +219,7 @@ class DecoderConfig(ModelConfig):
         return LayerConfig(**parts)
 
     def side_inputs(self) -> dict[str, SideKind]:
-        """The inputs beside tokens that something in the model needs, by name.
+        """Return the inputs besides tokens that any part of the model needs, by name.
 
         Raises:
             ValueError: layers need one name as two kinds.
@@ -310,7 +310,7 @@ class DecoderConfig(ModelConfig):
         return self._of_experts(lambda ffn: ffn.expert_groups())
 
     def _of_experts(self, tell: Callable[[FfnConfig], dict[str, int]]) -> dict[str, int]:
-        """What feed-forwards tell of their layers of experts, by the number of the layer and their names."""
+        """Collect the numbers that feed-forwards return for their layers of experts, by layer and name."""
         return {
             f"layer {index}" + (f" {name}" if name else ""): number
             for index in range(self.num_layers)
@@ -351,7 +351,7 @@ class DecoderConfig(ModelConfig):
 
 
 def over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
-    """One tree of keys laid over another: tables of the same type merge."""
+    """Lay one tree of keys over another; tables of the same type merge."""
     merged = dict(lower)
     for name, value in upper.items():
         below = merged.get(name)
@@ -362,5 +362,5 @@ def over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same_type(lower: dict[str, Any], upper: dict[str, Any]) -> bool:
-    """Whether the upper table refines the lower one, rather than choosing another kind of part."""
+    """Whether the upper table refines the lower one instead of choosing another type."""
     return upper.get("type", lower.get("type")) == lower.get("type")

@@ -1,4 +1,4 @@
-"""What a block is given of one forward pass beside the hidden state. B batch, T tokens, D model dim."""
+"""Inputs of a block besides the hidden state in one forward pass. B batch, T tokens, D model dim."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from forge_model.attention.rope import Rope
 
 
 class Context(NamedTuple):
-    """Of one layer in one pass.
+    """The inputs of one block in one forward pass besides the hidden state.
 
-    A named tuple, whose tensors FSDP2 and the compiler find: features that need a gradient may be in `side`.
+    It is a named tuple so that FSDP2 and the compiler find its tensors: `side` may have inputs with
+    gradients.
 
     Attributes:
-        rope: rotations of the tokens; None where the layer has no positions.
-        mask: what the attention of the layer made of the description.
-        cache: keys and values of earlier tokens, to which those of these tokens are added; None in training.
-        side: the inputs of the model that something in this layer needs, by name.
-        padding: [B, T] bool, tokens that are padding, for parts that say `takes_padding`; None if none is.
+        rope: rotary table of the tokens; None if the layer has no positions.
+        mask: result of `Attend.resolve` of the attention of the layer.
+        cache: keys and values of earlier tokens, to which these tokens are added; None in training.
+        side: the model inputs that something in this layer needs, by name.
+        padding: [B, T] bool, true for padding, for parts that declare `takes_padding`; None if there is none.
     """
 
     rope: Rope | None
@@ -31,7 +32,7 @@ class Context(NamedTuple):
     padding: Tensor | None = None
 
     def call(self, part: nn.Module, needs: Iterable[str], x: Tensor) -> Tensor:
-        """[B, T, D] through a feed-forward or a norm, with the side inputs that it needs by keyword."""
+        """Apply a feed-forward or a norm to [B, T, D], with the side inputs that it needs by keyword."""
         sides = {name: self.side[name] for name in needs}
         if self.padding is not None and getattr(part, "takes_padding", False):
             sides["padding"] = self.padding

@@ -24,19 +24,19 @@ from forge_model.model import Model
 
 
 class Decoder(Model):
-    """A language model. Parameters mean nothing before `forge_model.initialize` or a checkpoint writes them.
+    """A language model. Its parameters are uninitialized until `initialize` or a checkpoint writes them.
 
-    A part of a model (a pipeline stage) has the same names: set those outside of blocks to None and delete
-    `layers` that another stage holds. A stage without `embed` is given the hidden state instead; one without
-    `head` returns it. With `mtp`, the embeddings of tokens further on travel along: [B, T, (1 + depths) D].
+    A part of a model (a pipeline stage) has the same names: set absent modules outside of blocks to None and
+    delete `layers` of other stages. A stage without `embed` gets the hidden state instead; one without `head`
+    returns it. With `mtp`, embeddings of later tokens are passed along: [B, T, (1 + depths) D].
 
     Attributes:
         embed: token ids -> hidden state.
-        position_embed: positions -> what is added to it; None without `learned_positions`.
+        position_embed: positions -> vectors added to the hidden state; None without `learned_positions`.
         layers: blocks by index.
-        norm: of the last hidden state.
+        norm: norm of the last hidden state.
         head: hidden state -> logits, or loss.
-        mtp: modules that predict tokens after the next one, used where there are labels.
+        mtp: modules that predict tokens after the next one, used if there are labels.
     """
 
     tensor_roles: ClassVar[dict[str, str]] = {
@@ -90,29 +90,29 @@ class Decoder(Model):
         ahead_labels: Tensor | None = None,
         **side: Tensor,
     ) -> Any:
-        """Logits [B, T, V], or the loss when there are labels.
+        """Return logits [B, T, V], or the loss if there are labels.
 
         Args:
-            tokens: [B, T] int64; every stage of a pipeline is given them.
+            tokens: [B, T] int64; every stage of a pipeline gets them.
             labels: [B, T] int64, the target of each position (already shifted); negative is ignored.
             loss_fn: `LossConfig.build()`.
-            doc_ids: [B, T] integer; a token sees only tokens of its own id. Those below 0 are padding,
-                which is in no count and no loss of experts.
-            span_ids: [B, T] integer; tokens of one id see each other both ways, those of 0 do not.
+            doc_ids: [B, T] integer; a token sees only tokens with its own id. Negative ids mark padding,
+                which counts in no statistic and no loss of experts.
+            span_ids: [B, T] integer; tokens with the same id other than 0 see each other in both directions.
             positions: [T], [B, T] or, for rotations by several axes, [B, axes, T] integer; default 0, 1, ...,
-                after a cache those that follow.
+                or the next positions of the cache.
             cache: keys and values of earlier tokens, for generation.
-            hidden: [B, T, D] in the place of embeddings: what `embedded` made, perhaps changed since; or what
-                the stage before returned.
-            last_logits: make the logits of so many last tokens only; absent means all.
-            ahead_tokens: [B, K, T] those 1, 2, ... places further on; from `look_ahead`.
+            hidden: [B, T, D] in place of embeddings: the result of `embedded`, possibly changed, or the
+                output of the stage before.
+            last_logits: number of last tokens whose logits are computed; absent means all.
+            ahead_tokens: [B, K, T] the tokens 1, 2, ... places further on; from `look_ahead`.
             ahead_labels: [B, K, T] their targets.
             side: the side inputs that blocks need, by name; see `BlockConfig.needs`.
 
         Raises:
-            ModelError: the sequence is longer than `max_tokens`; `doc_ids` were given with a cache, or
-                `span_ids` with one that is not empty; a stage without `embed` was given no hidden state; or a
-                side input is missing, or there is one that nothing needs.
+            ModelError: the sequence is longer than `max_tokens`; `doc_ids` is given with a cache, or
+                `span_ids` with a cache that is not empty; a stage without `embed` gets no hidden state; or a
+                side input is missing or not needed.
         """
         if cache is not None and doc_ids is not None:
             raise ModelError("a cache has one document a row; give no doc_ids with it")
@@ -137,7 +137,7 @@ class Decoder(Model):
         return PassTables(mask, self._rope_tables, tokens, positions, dtype, self.config.dim)
 
     def _sides(self, given: Mapping[str, Tensor], cache: Cache | None) -> Mapping[str, Tensor]:
-        """The side inputs of a pass: the given ones, and the cached ones for tokens after the first."""
+        """Return the side inputs of a pass: the given ones and, after the first pass, the cached ones."""
         if cache is not None and cache.length:
             given = {**cache.side, **given}
         known_names = {*self.config.norm.needs, *(name for needs in self._needs.values() for name in needs)}
@@ -168,7 +168,7 @@ class Decoder(Model):
         ]
 
     def run(self, x: Tensor, contexts: Sequence[Context]) -> Tensor:
-        """[B, T, D] through all blocks, given the context of each."""
+        """Pass [B, T, D] through all blocks with their contexts."""
         for block, context in zip(self.layers.values(), contexts, strict=True):
             x = block(x, context)
         return x
@@ -181,7 +181,7 @@ class Decoder(Model):
         labels: Tensor,
         loss_fn: LossFn | None,
     ) -> LossTerms:
-        """The loss of the next token and of those after it; embedding, norm and head run once each.
+        """Return the loss of the next token and of later ones; embedding, norm and head run once each.
 
         Labels are [1 + depths, B, T].
         """
@@ -199,16 +199,16 @@ class Decoder(Model):
         return self
 
     def new_cache(self, capacity: int, padding: Tensor | None, device: torch.device) -> Cache:
-        """An empty cache with room for so many tokens; see `Cache`."""
+        """Return an empty cache for so many tokens; see `Cache`."""
         return Cache(self.config.num_layers, capacity, padding, device)
 
     def begin(self, tokens: Tensor, cache: Cache, **inputs: Tensor) -> Tensor:
-        """Read prompts [B, T] into an empty cache; returns the logits [B, V] of what follows.
+        """Read prompts [B, T] into an empty cache; return the logits [B, V] of the next token.
 
         Args:
-            tokens: padded on the left, as the cache says.
+            tokens: [B, T], padded on the left as declared in the cache.
             cache: from `new_cache`.
-            inputs: what else `forward` takes of the prompts.
+            inputs: further inputs of `forward` for the prompts.
         """
         return self(tokens, cache=cache, last_logits=1, **inputs)[:, -1]
 
@@ -217,7 +217,7 @@ class Decoder(Model):
         return self._normalized(self.run(*self.prepared(tokens, cache)), cache.side)
 
     def prepared(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, list[Context]]:
-        """Arguments of `run` for tokens [B, T] that follow the cached ones."""
+        """Return the arguments of `run` for tokens [B, T] that follow the cached ones."""
         mask, positions = cache.mask(tokens.shape[1]), cache.positions(tokens.shape[1])
         x = self._placed(self.embedded(tokens), tokens, positions)
         return x, self._contexts(
@@ -227,7 +227,7 @@ class Decoder(Model):
     def predict_ahead(
         self, module: nn.Module, tokens: Tensor, hidden: Tensor, cache: LayerCache, mask: Mask
     ) -> Tensor:
-        """What one of `mtp` makes of tokens [B, T] further on and hidden states [B, T, D], after a cache."""
+        """Apply a module of `mtp`, after a cache, to later tokens [B, T] and hidden states [B, T, D]."""
         assert mask.padding is not None
         index = torch.arange(mask.cached, mask.cached + mask.tokens, device=tokens.device)
         positions = positions_after(index, mask.padding, None)
@@ -237,7 +237,7 @@ class Decoder(Model):
         return module(x, hidden, context)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """[B, T] -> [B, T, D]: the vectors of tokens. Nothing else scales them; see `_placed` for positions.
+        """[B, T] -> [B, T, D]: the scaled vectors of tokens; see `_placed` for positions.
 
         Raises:
             ModelError: this part of the model has no embedding.
@@ -251,7 +251,7 @@ class Decoder(Model):
         return x
 
     def _placed(self, x: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """What the first block is given: [B, T, D] with the learned vectors of positions added, if any.
+        """Return the input of the first block: [B, T, D] plus the learned vectors of positions, if any.
 
         Raises:
             ModelError: positions have several axes.
@@ -267,7 +267,7 @@ class Decoder(Model):
     def _embedded(
         self, tokens: Tensor, hidden: Tensor | None, ahead: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """[B, T, D] of tokens [B, T] and of those ahead [B, K, T], or what is given in their place."""
+        """Return the vectors [B, T, D] of tokens [B, T] and of those ahead [B, K, T], or `hidden` instead."""
         depths = 0 if ahead is None else ahead.shape[1]
         if hidden is None:
             x = self.embedded(tokens if ahead is None else torch.cat([tokens, *ahead.unbind(1)]))
@@ -283,12 +283,12 @@ class Decoder(Model):
         loss_fn: LossFn | None = None,
         side: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """Logits or loss of hidden states [B, T, D]; the hidden states themselves where there is no head."""
+        """Return logits or loss of hidden states [B, T, D]; without a head, the hidden states."""
         x = x if self.norm is None else self._normalized(x, side or {})
         return x if self.head is None else self.head(x, labels, loss_fn)
 
     def _normalized(self, x: Tensor, side: Mapping[str, Tensor]) -> Tensor:
-        """The last norm of [B, T, D], which may be the last tokens only."""
+        """Apply the last norm to [B, T, D], possibly of the last tokens only."""
         assert self.norm is not None
         needs = self.config.norm.needs
         return self.norm(
@@ -302,11 +302,11 @@ class Decoder(Model):
             )
 
     def parallel_plan(self) -> dict[str, Any]:
-        """What may be done to this model in parallel, as plain data; see `forge_parallel.plan`."""
+        """Return the parallel plan of this model as plain data; see `forge_parallel.plan`."""
         return plan_of(self)
 
     def blocks(self) -> dict[str, nn.Module]:
-        """See `Model.blocks`; with the blocks of multi-token prediction."""
+        """Return the blocks, with those of multi-token prediction; see `Model.blocks`."""
         return blocks_of(self)
 
 

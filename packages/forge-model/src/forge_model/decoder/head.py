@@ -13,17 +13,17 @@ from forge_model.loss.cross_entropy import LossTerms, VocabularyShard
 from forge_model.roles import Role
 
 LossFn = Callable[..., LossTerms]
-"""(hidden [B, T, D], head weight [V, D], labels [B, T]) -> terms of the loss; where the head has a part
-of the vocabulary, its `VocabularyShard` comes last. `softcap` is given by keyword where logits have one."""
+"""(hidden [B, T, D], head weight [V, D], labels [B, T]) -> terms of the loss. If the head has a part of the
+vocabulary, its `VocabularyShard` comes last. `softcap` is passed by keyword if logits have a soft cap."""
 
 
 class Head(nn.Module):
-    """Logits, or the loss: made in here, so that a weight gathered for this module serves both.
+    """The head of a model; it also computes the loss, so that its weight is gathered once for both.
 
     Attributes:
-        vocabulary: which rows of the weight this process computes with; None means all.
+        vocabulary: the rows of the weight that this process computes with; None means all.
         softcap: logits become softcap * tanh(logit / softcap); None leaves them as they are.
-        divisor: what they are divided by first. Hidden states are, which is the same for every loss.
+        divisor: divisor of the logits before that. Hidden states are divided, which gives any loss the same.
     """
 
     roles: ClassVar[dict[str, Role]] = {"weight": "head"}
@@ -37,9 +37,9 @@ class Head(nn.Module):
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, loss_fn: LossFn | None = None, parts: int = 1
     ) -> Any:
-        """[B, T, D] -> [B, T, V], or what `loss_fn` returns when there are labels [B, T].
+        """[B, T, D] -> [B, T, V], or the result of `loss_fn` if there are labels [B, T].
 
-        With several `parts`, of which each has as many rows, a list of what it returns for each.
+        With several `parts`, the rows are split evenly, and the result is a list with the loss of each part.
         """
         hidden = hidden if self.divisor == 1 else hidden / self.divisor
         if labels is None:

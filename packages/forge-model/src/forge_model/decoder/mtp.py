@@ -24,9 +24,9 @@ class MTPModule(nn.Module):
     """One depth: a projection, a block, a norm. Embedding and head are those of the model.
 
     Attributes:
-        project: of a token's embedding and the hidden state of the depth before (M_k, eq. 21).
-        block: of the kind of the last layer (TRM_k, eq. 22).
-        norm: of what the head and the next depth are given.
+        project: projection of a token's embedding and the hidden state of the previous depth (M_k, eq. 21).
+        block: a block like that of the last layer (TRM_k, eq. 22).
+        norm: norm of the output, which the head and the next depth get.
     """
 
     tensor_roles: ClassVar[dict[str, str]] = {
@@ -45,13 +45,13 @@ class MTPModule(nn.Module):
         self.norm = norm.build(dim)
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: Context) -> Tensor:
-        """[B, T, D] of tokens k further on, and [B, T, D] of the depth before -> [B, T, D]."""
+        """[B, T, D] of tokens k places further on and [B, T, D] of the previous depth -> [B, T, D]."""
         both = torch.cat([self.embed_norm(embedded), self.hidden_norm(hidden)], -1)
         return self.norm(self.block(self.project(both), context))
 
 
 def ahead(x: Tensor, by: int, fill: int) -> Tensor:
-    """[B, T] -> [B, T]: what stands `by` places further on in each row; `fill` after its end."""
+    """Shift [B, T] to the left by `by` places, with `fill` at the end of each row."""
     by = min(by, x.shape[1])
     return F.pad(x[:, by:], (0, by), value=fill)
 
@@ -59,10 +59,10 @@ def ahead(x: Tensor, by: int, fill: int) -> Tensor:
 def look_ahead(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A hook before the forward pass of a `Decoder`: what stands further on, as long as sequences are whole.
+    """Add later tokens and labels to the inputs of a `Decoder`, as a hook before its forward pass.
 
-    Adds `ahead_tokens` [B, K, T] and, where there are labels, `ahead_labels` [B, K, T]. Context parallelism
-    cuts them afterwards like all inputs. Parts of a model always pass on what is made of these tokens.
+    Adds `ahead_tokens` [B, K, T] and, if there are labels, `ahead_labels` [B, K, T]. Context parallelism
+    shards them afterwards like all inputs. Parts of a model always pass on the vectors of these tokens.
     """
     labels, depths = kwargs.get("labels"), range(1, model.config.mtp.num_modules + 1)  # type: ignore[union-attr]
     if labels is None and model.embed is not None and model.head is not None:
@@ -75,15 +75,15 @@ def look_ahead(
 
 
 def labels_ahead(labels: Tensor, doc_ids: Tensor | None, depth: int) -> Tensor:
-    """[B, T] -> [B, T]: targets `depth` places further on, ignored where the document has ended by then."""
+    """[B, T] -> [B, T]: targets `depth` places further on, ignored if the document has ended before."""
     moved = ahead(labels, depth, -100)
     return moved if doc_ids is None else moved.where(ahead(doc_ids, depth, -1) == doc_ids, -100)
 
 
 def combined(terms: Sequence[LossTerms], weight: float) -> LossTerms:
-    """The loss of the next token plus `weight` times the mean of those of all depths (eq. 24 and 25).
+    """Return the loss of the next token plus `weight` times the mean loss of all depths (eq. 24 and 25).
 
-    All are sums, which are divided by the same count later: that of the targets of the next token.
+    All losses are sums that are later divided by the same count: the number of targets of the next token.
     """
     main, *depths = terms
     total = main.total + weight / len(depths) * torch.stack([one.total for one in depths]).sum()

@@ -1,4 +1,4 @@
-"""What the blocks of one forward pass share: each table of rotations and each mask is made once."""
+"""Data that the blocks of one forward pass share: each rotary table and each mask is computed once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from forge_model.error import ModelError
 
 
 class PassTables:
-    """Rotations and masks of one forward pass.
+    """Rotary tables and masks of one forward pass.
 
     Args:
         mask: the description of what tokens see.
-        tables: of the model.
+        tables: the rotary tables of the model.
         tokens: [B, T].
         positions: as for `RopeTables`.
-        dtype: of the model.
+        dtype: dtype of the model.
         dim: width of the residual stream.
     """
 
@@ -50,13 +50,13 @@ class PassTables:
         cache: LayerCache | None = None,
         side: Mapping[str, Tensor] | None = None,
     ) -> Context:
-        """The context of one block.
+        """Return the context of one block.
 
         Args:
-            config: of its layer.
-            attention: from `attention_of` of the block; its `attend` makes the mask.
-            cache: of its layer.
-            side: the side inputs that it needs.
+            config: configuration of the layer.
+            attention: result of `attention_of` for the block; its `attend` resolves the mask.
+            cache: cache of the layer.
+            side: the side inputs that the layer needs.
         """
         attend = softmax_attention if attention is None else attention.attend
         mask = self._resolved(attend, config.attention.window)
@@ -83,10 +83,10 @@ class PassTables:
 
 
 def attention_of(block: nn.Module) -> Any:
-    """The module of a block that has an attribute `attend`; None if none has.
+    """Return the module of a block that has an attribute `attend`; None if there is none.
 
     Raises:
-        ModelError: there are several that make their masks in different ways.
+        ModelError: there are several with different `attend`.
     """
     found = [module for module in block.modules() if hasattr(module, "attend")]
     if any(other.attend is not found[0].attend for other in found[1:]):

@@ -1,4 +1,4 @@
-"""What may be done to a decoder in parallel, as plain data; see `forge_parallel.plan`."""
+"""The parallel plan of a decoder as plain data; see `forge_parallel.plan`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from forge_model.decoder.decoder import Decoder
 
 BY_TOKEN = ["tokens", "labels", "doc_ids", "span_ids", "positions", "ahead_tokens", "ahead_labels"]
-"""The inputs that every decoder may be given for each token."""
+"""Inputs of every decoder that have a value for each token."""
 
 OUTSIDE = ("embed", "position_embed", "norm", "head")
 """The modules outside of blocks."""
 
 
 def blocks_of(decoder: Decoder) -> dict[str, nn.Module]:
-    """The blocks by name, with the blocks of multi-token prediction."""
+    """Return the blocks by name, with those of multi-token prediction."""
     named = decoder.named_children()
     children = {name: dict(child.named_children()) for name, child in named if name in ("layers", "mtp")}
     blocks = {f"layers.{name}": block for name, block in children.get("layers", {}).items()}
@@ -31,7 +31,7 @@ def blocks_of(decoder: Decoder) -> dict[str, nn.Module]:
 
 
 def plan_of(decoder: Decoder) -> dict[str, Any]:
-    """The plan of a decoder, or of a part of one: collected of what its modules say."""
+    """Return the plan of a decoder, or of a part of one, collected from the declarations of its modules."""
     config, ahead = decoder.config, [f"mtp.{k}" for k in decoder.mtp]
     outside = [name for name in OUTSIDE if getattr(decoder, name) is not None]
     units = [[name for name in names if name in outside] for names in (OUTSIDE[:2], OUTSIDE[2:])]

@@ -19,9 +19,9 @@ class FfnConfig(Config):
     """Interface of `[model.ffn]`.
 
     Attributes:
-        dim: hidden width; absent means the default of the kind.
+        dim: hidden width; absent means the default of the type.
         bias: biases on all projections.
-        needs: the side inputs that the module is given by keyword.
+        needs: side inputs that the module gets by keyword.
     """
 
     needs: ClassVar[Needs] = {}
@@ -34,11 +34,11 @@ class FfnConfig(Config):
         raise NotImplementedError
 
     def hidden(self, dim: int) -> int:
-        """The hidden width, the default resolved."""
+        """Return the hidden width, with the default resolved."""
         raise NotImplementedError
 
     def resolved(self, dim: int) -> FfnConfig:
-        """The same with the default of the hidden width written out."""
+        """Return the same config with the default of the hidden width filled in."""
         return replace(self, dim=self.hidden(dim))
 
     def tensor_sizes(self, dim: int) -> dict[str, int]:
@@ -50,18 +50,18 @@ class FfnConfig(Config):
         raise NotImplementedError
 
     def expert_counts(self) -> dict[str, int]:
-        """How many experts each layer of experts inside has, by its name; "" is the module itself."""
+        """Return the number of experts of each layer of experts inside, by name; "" is the module itself."""
         return {}
 
     def require_learning(self) -> None:
-        """See that every part of it can learn.
+        """Check that every part of the feed-forward can learn.
 
         Raises:
-            ValueError: what it computes does not depend on one of its parts.
+            ValueError: the result does not depend on one of its parts.
         """
 
     def require_cut_experts(self, dim: int, ranks: int) -> None:
-        """See that so many ranks can each have a part of the hidden width of every expert.
+        """Check that each of `ranks` ranks can have a part of the hidden width of every expert.
 
         Raises:
             ValueError: they cannot.
@@ -73,7 +73,7 @@ class FfnConfig(Config):
             )
 
     def expert_groups(self) -> dict[str, int]:
-        """Of each of these layers, how many groups of experts there are if a token chooses in some; or 1."""
+        """Return for each layer of `expert_counts` the number of groups if a token chooses some, else 1."""
         return dict.fromkeys(self.expert_counts(), 1)
 
 

@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def clamped_unit(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
-    """(u + 1) g sigmoid(alpha g): g is the gate, at most `limit`, and u is `up`, within it on both sides.
+    """Return (u + 1) g sigmoid(alpha g): g is `gate`, at most `limit`; u is `up`, clamped to +-`limit`.
 
     Source: GPT-OSS, arXiv:2508.10925; as `GptOssExperts` of `transformers`.
     """

@@ -1,1 +1,1 @@
-"""How a model writes on."""
+"""Generation of text by a model."""

@@ -1,4 +1,4 @@
-"""One more token of each row at shapes that never change: compiled once, not once a token.
+"""One more token for each row at shapes that never change: compiled once, not once per token.
 
 B batch, K kv heads, S capacity, H head dim, V vocabulary.
 """
@@ -20,23 +20,23 @@ from forge_model.decoder.context import Context
 from forge_model.error import ModelError
 
 MULTIPLE = 128
-"""Capacities are multiples of it: prompts and answers of like lengths share what is compiled."""
+"""Capacities are multiples of it: prompts and answers of similar lengths share compiled code."""
 
 SHAPES = 1024
-"""So many shapes are compiled; torch by itself goes on uncompiled after 8, which is slower than ever."""
+"""Number of shapes that are compiled; the limit of torch is 8, after which it runs uncompiled and slower."""
 
 
 def shared_capacity(tokens: int, max_tokens: int) -> int:
-    """The room for so many tokens that other rows of about this length have too."""
+    """Return a capacity for so many tokens that rows of similar lengths share."""
     return min(max_tokens, -(-tokens // MULTIPLE) * MULTIPLE)
 
 
 class CompiledDecoding:
-    """Continues rows by one token a call.
+    """Decoding that continues rows by one token per call.
 
     Args:
         model: a `Decoder`, unsharded on one device.
-        cache: of the prompts, whose room it takes over.
+        cache: cache of the prompts, whose memory is used from then on.
     """
 
     def __init__(self, model: Any, cache: Cache) -> None:
@@ -49,10 +49,10 @@ class CompiledDecoding:
         )
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """The logits [B, V] after one more token [B, 1] of each row.
+        """Return the logits [B, V] after one more token [B, 1] for each row.
 
         Raises:
-            ModelError: it cannot be compiled, say because there is no compiler for C++.
+            ModelError: compilation fails, for example because there is no C++ compiler.
         """
         from torch._dynamo.exc import BackendCompilerFailed  # takes seconds, and is here by now
 
@@ -79,7 +79,7 @@ def _logits(model: Any, x: Tensor, contexts: list[Context], side: Mapping[str, T
 
 
 class _StaticLayer(LayerCache):
-    """Keys and values that are always given whole; one token is written where a tensor says."""
+    """Keys and values that are always returned in full size; the index of a new token is in a tensor."""
 
     def __init__(self, layer: LayerCache, position: Tensor) -> None:
         super().__init__(layer.capacity)
@@ -88,7 +88,7 @@ class _StaticLayer(LayerCache):
         self.length = 1  # it has some; a number that changed would be compiled anew
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [B, K, 1, H] and return all the room, [B, K, S, H]."""
+        """Write keys and values [B, K, 1, H] and return the full buffers, [B, K, S, H]."""
         assert self._key is not None and self._value is not None
         self._key.index_copy_(2, self._position, key)
         self._value.index_copy_(2, self._position, value)
@@ -96,7 +96,7 @@ class _StaticLayer(LayerCache):
 
 
 class _StaticCache:
-    """Takes the place of a `Cache` that has seen the prompts."""
+    """A replacement for a `Cache` that has processed the prompts."""
 
     length = 1  # it has some tokens, of a number that only a tensor knows
 
@@ -107,7 +107,7 @@ class _StaticCache:
         self._padding, self._shift = cache.padding, cache.shift
 
     def positions(self, tokens: int) -> Tensor:
-        """[1] or [B, 1], as `Cache.positions` for one token."""
+        """Return [1] or [B, 1], like `Cache.positions` for one token."""
         return positions_after(self.position, self._padding, self._shift)
 
     def mask(self, tokens: int) -> Mask:
@@ -119,7 +119,7 @@ class _StaticCache:
 
 @dataclass(frozen=True)
 class _OneOfRoom(Mask):
-    """One query at a position that only a tensor knows, and all the room for keys."""
+    """A mask for one query, whose position is in a tensor, over the full capacity of keys."""
 
     position: Tensor | None = None
     room: int = 0
@@ -129,7 +129,7 @@ class _OneOfRoom(Mask):
         return False
 
     def sees_last_keys(self, window: int | None) -> bool:
-        """No: it does not see the last keys of the room."""
+        """Never: the last keys of the buffer may be unwritten."""
         return False
 
     def dense(self, window: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a model writes on. B batch, T tokens, V vocabulary."""
+"""Generation of text by a model. B batch, T tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: keep only so many of the likeliest; 0 is off.
-        top_p: keep the smallest set of likeliest tokens with at least this probability; 1 is off.
-        min_p: drop tokens less likely than this fraction of the likeliest; 0 is off.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: number of likeliest tokens that are kept; 0 is off.
+        top_p: least probability of the smallest set of likeliest tokens that is kept; 1 is off.
+        min_p: least probability of a kept token, as a fraction of the likeliest one's; 0 is off.
     """
 
     temperature: float = 1.0
@@ -40,14 +40,14 @@ class Sampling:
             )
 
     def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        """[B, V] -> [B] int64."""
+        """Choose a token for each row, [B, V] -> [B] int64."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = self.filter(logits.float() / self.temperature)
         return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
     def filter(self, logits: Tensor) -> Tensor:
-        """[B, V] with the tokens that may not be chosen at minus infinity; in the order of `transformers`."""
+        """Set tokens that may not be chosen to minus infinity, [B, V]; in the order of `transformers`."""
         if self.top_k and self.top_k < logits.shape[-1]:
             kth = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < kth, float("-inf"))
@@ -80,27 +80,27 @@ def generate(
     """Continue each prompt, with a key-value cache.
 
     Args:
-        model: a `Decoder`, or another model with `begin`, `new_cache` and `writer` as it has; unsharded on
+        model: a `Decoder`, or another model with the same `begin`, `new_cache` and `writer`; unsharded on
             one device.
-        prompts: token ids; of different lengths, padded on the left inside. None may be empty.
+        prompts: token ids; lengths may differ, padding is added on the left inside. None may be empty.
         max_new_tokens: most tokens written for a prompt, at least 1.
         sampling: how tokens are chosen.
-        stop_tokens: a prompt is done when one of these was written; it is part of the result.
-        generator: random numbers, on the device of the model.
-        on_tokens: called after every step with the new token of each prompt, None where it is done; may
-            return the indices of prompts that are done now.
-        speculative: let the modules of multi-token prediction propose tokens. Greedy only; writes the same.
-        compiled: compile the step of one token, once for each batch size and each room of 128 tokens; sums
-            are then rounded differently, which may decide between tokens that are about as likely.
-        inputs: what else the model takes of the prompts, which are padded on the left.
+        stop_tokens: tokens that end an answer; the stop token is part of the result.
+        generator: source of random numbers, on the device of the model.
+        on_tokens: called after every step with the new token of each prompt, None for finished prompts; may
+            return the indices of prompts that are finished now.
+        speculative: let the modules for multi-token prediction propose tokens. Greedy only; same result.
+        compiled: compile the step of one token, once for each batch size and each capacity of 128 tokens;
+            sums are then rounded differently, which may decide between tokens that are about as likely.
+        inputs: further model inputs of the prompts, padded on the left like them.
 
     Returns:
         The new token ids of each prompt.
 
     Raises:
-        ModelError: a prompt is empty or has a token that the model does not know; there is nothing to write;
-            or prompt and answer do not fit into `max_tokens`; or `speculative` without such modules, or with
-            tokens that are drawn; or both `speculative` and `compiled`; or the model does not write.
+        ModelError: a prompt is empty or has a token that the model does not know; or there are no prompts; or
+            prompt and answer do not fit into `max_tokens`; or `speculative` is given for a model without such
+            modules, with sampling, or with `compiled`; or the model cannot generate.
     """
     if not hasattr(model, "begin"):
         raise ModelError(f"a {type(model).__name__} does not write text: it has no method `begin`")
@@ -163,7 +163,7 @@ class _Written:
         self._stop_tokens, self._on_tokens = stop_tokens, on_tokens
 
     def add(self, chosen: Tensor) -> None:
-        """One token [B] for each prompt that is not done."""
+        """Add one token to each unfinished prompt, [B]."""
         if all(self.done):
             return
         self.steps += 1
@@ -204,7 +204,7 @@ def _require_speculation(
 
 
 def _borders(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: ModelConfig) -> list[int]:
-    """The lengths above which positions turn otherwise, that a prompt is below and its answer may cross."""
+    """Return the lengths at which positions begin to rotate otherwise and which an answer may cross."""
     return [
         border
         for border in config.length_borders()
@@ -213,7 +213,7 @@ def _borders(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: Mode
 
 
 def _longest_prompt(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: ModelConfig) -> int:
-    """The length of the longest prompt, once it is clear that all of them can be continued."""
+    """Return the length of the longest prompt, after checking that all of them can be continued."""
     if max_new_tokens < 1:
         raise ModelError(f"given max_new_tokens = {max_new_tokens}; expected at least 1")
     if not prompts or not all(prompts):

@@ -1,6 +1,6 @@
-"""Greedy generation in which the modules of multi-token prediction propose tokens and the model checks them.
+"""Greedy generation in which the modules for multi-token prediction propose tokens and the model checks them.
 
-B batch, D depths, L tokens known. What is written is what plain greedy generation writes.
+B batch, D depths, L known tokens. The result is the same as that of plain greedy generation.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from forge_model.attention.mask import Mask
 
 
 class Drafter:
-    """Proposes tokens; keeps what each depth has computed of tokens that are known for certain.
+    """Proposes tokens; caches what each depth has computed for accepted tokens.
 
     Args:
         model: a `Decoder` with modules for multi-token prediction.
         capacity: most tokens of a row.
-        padding: [B] integer; so many tokens at the left of each row are padding.
+        padding: [B] integer, number of padding tokens at the left of each row.
     """
 
     def __init__(self, model: Any, capacity: int, padding: Tensor) -> None:
@@ -55,8 +55,8 @@ class Speculation:
     Args:
         model: a `Decoder`, unsharded on one device.
         tokens: [B, L] prompts, padded on the left.
-        padding: [B] integer.
-        max_new_tokens: most tokens that will be asked for.
+        padding: [B] integer, number of padding tokens at the left of each row.
+        max_new_tokens: most tokens that will be requested.
     """
 
     def __init__(self, model: nn.Module, tokens: Tensor, padding: Tensor, max_new_tokens: int) -> None:
@@ -68,7 +68,7 @@ class Speculation:
         self.known = torch.cat([tokens, self._model.head(self._hidden[:, -1:]).argmax(-1)], 1)
 
     def grow(self, most: int, done: list[bool]) -> Tensor:
-        """[B, n] further tokens, n from 1 to `most`; those of rows that are done mean nothing."""
+        """Return [B, n] further tokens, n from 1 to `most`; tokens of finished rows mean nothing."""
         drafts = self._drafter.propose(self.known, self._hidden)[:, : most - 1]
         given = torch.cat([self.known[:, -1:], drafts], 1)
         hidden = self._model.hidden_states(given, self._cache)

@@ -1,4 +1,4 @@
-"""How a model and a Hugging Face checkpoint become one another. Imports no torch."""
+"""Conversion between a model and a Hugging Face checkpoint. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ if TYPE_CHECKING:
 class HuggingFace(Protocol):
     """The result of `ModelConfig.hugging_face`: one model in the format of `transformers`.
 
-    All methods raise `ModelError` where no class of `transformers` computes what the model does.
+    All methods raise `ModelError` if no class of `transformers` computes the same as the model.
     """
 
     def config(self) -> dict[str, Any]:
-        """The `config.json` of the model, whose tokens that begin, end and pad a text are not known here."""
+        """Return the `config.json` of the model, without the tokens that begin, end and pad a text."""
         ...
 
     def files(self, spell: Callable[[int | None], str]) -> Mapping[str, str]:
-        """The text of further files by name, such as those of an image processor.
+        """Return the text of further files by name, such as those of an image processor.
 
         Args:
-            spell: what a tokenizer calls a token, and with None the one that begins a text; empty where it
-                has none.
+            spell: returns the text of a token id, or for None that of the token that begins a text; empty if
+                the tokenizer has no such token.
         """
         return {}
 
     def lacks(self, spell: Callable[[int | None], str]) -> str:
-        """Which files `files` does not make, and why; empty if none is missing."""
+        """Return which files `files` cannot make, and why; empty if none is missing."""
         return ""
 
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Our tensors by their names; each is read when it is taken out."""
+        """Return our tensors by the names of Hugging Face; each is read when it is taken out."""
         ...
 
     def ours(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Their tensors by our names; each is read when it is taken out."""
+        """Return the tensors of Hugging Face by our names; each is read when it is taken out."""
         ...
 
     def require(self, hf: Mapping[str, Any], place: str) -> ModelConfig:
-        """See that the weights beside a `config.json` were made for this model; `place` is for the error."""
+        """Check that the weights beside a `config.json` belong to this model; errors name `place`."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Between `[model]` and the `config.json` of a Hugging Face checkpoint. Imports no torch.
+"""Conversion between `[model]` and the `config.json` of a Hugging Face checkpoint. Imports no torch.
 
-A key of a `config.json` that changes what is computed is understood or refused. A key that is absent means
-what the config class of `transformers` 5.23 says (`Family.keys`).
+A key of a `config.json` that changes the computation is understood or refused. An absent key has the default
+of the config class of `transformers` 5.23 (`Family.keys`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FIXED: dict[str, Any] = {
     "rope_interleaved": False,
     "use_mrope": False,
 }
-"""Keys that can be read with this value only, unless the family understands them."""
+"""Keys that are accepted only with this value, unless the family reads them."""
 
 SAME = {"swish": "silu"}
-"""Values that mean another one."""
+"""Values with the same meaning as another."""
 
 NAMES = {
     "dim": ("hidden_size", "n_embd"),
@@ -50,7 +50,7 @@ NAMES = {
     "rope_theta": ("rope_local_base_freq", "rotary_emb_base"),
     "partial_rotary_factor": ("rotary_pct",),
 }
-"""Keys of `[model]`, and what a `config.json` may call them."""
+"""Keys of `[model]`, and their possible names in a `config.json`."""
 
 HARMLESS = frozenset(
     [
@@ -98,14 +98,14 @@ HARMLESS = frozenset(
         "use_cache",
     ]
 )
-"""Keys that change nothing of what a decoder computes."""
+"""Keys that do not change the result of a decoder."""
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
-    """The model that a `config.json` describes.
+    """Return the model that a `config.json` describes.
 
     Raises:
-        ModelError: an unknown model type, or keys that we cannot follow; lists them all.
+        ModelError: an unknown model type, or keys that cannot be read; lists them all.
     """
     family = next((family for family in FAMILIES if family.model_type == hf.get("model_type")), None)
     if family is None:
@@ -127,7 +127,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _other_names(told: str, given: Mapping[str, Any], family: Family) -> str:
-    """The names of the file for the keys of `[model]` that an error mentions."""
+    """Return the names that the file uses for the keys of `[model]` in an error message."""
     words, known = {*re.findall(r"\w+", told)}, family.keys | family.old_keys
     others = [(name, one) for name, keys in NAMES.items() for one in keys if one in known]
     others += [(name, alias) for alias, name in family.aliases.items() if alias in given]
@@ -136,7 +136,7 @@ def _other_names(told: str, given: Mapping[str, Any], family: Family) -> str:
 
 
 def _unaliased(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """The keys by their canonical names, and the keys that contradict each other."""
+    """Return the keys by their canonical names, and the keys that contradict each other."""
     given = {name: value for name, value in hf.items() if name not in family.aliases}
     problems = []
     for alias, name in family.aliases.items():
@@ -146,7 +146,7 @@ def _unaliased(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], l
 
 
 def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Keys that are not known, or have values that are not."""
+    """Yield keys that are unknown or have unexpected values."""
     keys, fixed = family.keys | family.old_keys, FIXED | family.fixed
     for name, value in hf.items():
         key = keys.get(name)
@@ -161,12 +161,12 @@ def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:
 
 
 def families_of(config: DecoderConfig) -> Iterator[tuple[Family, dict[str, Any]]]:
-    """The families whose checkpoints can hold this model, each with the keys of its `config.json`.
+    """Yield the families whose checkpoints can hold this model, each with the keys of its `config.json`.
 
-    Those of them whose `config.json` of it means the same, in the order of `FAMILIES`.
+    A family can hold it if its `config.json` describes the same model. The order is that of `FAMILIES`.
 
     Raises:
-        ModelError: no family can; says what the nearest one would make of it.
+        ModelError: no family can; the message names the differences to the nearest one.
     """
     obstacles: dict[str, tuple[float, list[str]]] = {}
     for family in FAMILIES:
@@ -188,7 +188,7 @@ def families_of(config: DecoderConfig) -> Iterator[tuple[Family, dict[str, Any]]
 
 
 def _keys(family: Family, config: DecoderConfig) -> dict[str, Any]:
-    """The keys of a `config.json` that shape the model."""
+    """Return the keys of a `config.json` that shape the model."""
     known = {*family.keys, *family.old_keys, *ROPE_KEYS}
     written = {name: value for name, value in family.write(config).items() if name in known}
     fixed = {name: value for name, value in family.fixed.items() if value is not None}
@@ -202,14 +202,14 @@ def config_to_hf(
     eos_token_id: int | None = None,
     pad_token_id: int | None = None,
 ) -> dict[str, Any]:
-    """The `config.json` of a checkpoint of this model.
+    """Return the `config.json` of a checkpoint of this model.
 
     Args:
-        config: of the model.
-        bos_token_id: what the tokenizer puts before a document; None is written as null, for otherwise
-            `transformers` assumes the ids of Llama 2.
-        eos_token_id: what ends a document.
-        pad_token_id: what fills rows up.
+        config: configuration of the model.
+        bos_token_id: token that begins a document; None is written as null, because `transformers` otherwise
+            assumes the ids of Llama 2.
+        eos_token_id: token that ends a document.
+        pad_token_id: token that pads rows.
 
     Raises:
         ModelError: no family can hold it.
@@ -219,12 +219,12 @@ def config_to_hf(
 
 
 def require_weights_of(config: ModelConfig, hf: Mapping[str, Any], place: str) -> DecoderConfig:
-    """See that weights were made for this very model.
+    """Check that weights belong to exactly this model.
 
     Args:
         config: `[model]`.
         hf: the `config.json` beside the weights.
-        place: where they lie, for the message.
+        place: where the weights are, for the message.
 
     Returns:
         `config`.
@@ -248,7 +248,7 @@ def require_weights_of(config: ModelConfig, hf: Mapping[str, Any], place: str) -
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """The `config.json` of a folder.
+    """Read the `config.json` of a folder.
 
     Raises:
         ModelError: there is none, or it is no JSON object.
@@ -266,10 +266,10 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def model_tree(folder: Path | str) -> dict[str, Any]:
-    """The keys of `[model]` for the model in a folder, every default filled in.
+    """Return the keys of `[model]` for the model in a folder, with all defaults filled in.
 
     Raises:
-        ModelError: there is no `config.json`, or it cannot be followed.
+        ModelError: there is no `config.json`, or it cannot be read.
     """
     try:
         tree = plain(config_from_hf(read_config(folder)))

@@ -1,4 +1,4 @@
-"""The keys of a `config.json`: each is read, known to change nothing, or refused. Imports no torch."""
+"""The keys of a `config.json`: each is read, ignored as harmless, or refused. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _OLD = """
     repetition_penalty suppress_tokens tf_legacy_loss tie_encoder_decoder typical_p use_bfloat16
 """
 GENERATION = frozenset(_OLD.split())
-"""Keys that older versions of `transformers` wrote into every table: of generation, or of text."""
+"""Keys about generation or text that older versions of `transformers` wrote into every table."""
 
 
 def keyed(text: str) -> dict[str, Key]:
-    """The keys of a table as a text.
+    """Parse the keys of a table from a text.
 
     Args:
-        text: `name=default`, of which the type follows, or `name:type` for one that may be null or absent.
+        text: words `name=default`, typed like the default, or `name:type` for keys that may be null or
+            absent.
     """
     found = {}
     for word in text.split():
@@ -42,9 +43,9 @@ class Keys:
 
     Args:
         kind: `model_type` of the table, for errors.
-        read: keys that are read, with what their absence means.
-        fixed: keys that can be read with this value, or null, only.
-        harmless: keys that change nothing of what the model computes.
+        read: keys that are read, with their types and defaults.
+        fixed: keys that are accepted only with this value, or null.
+        harmless: keys that do not change the result of the model.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Keys:
         self._harmless = HARMLESS | GENERATION | {*harmless}
 
     def full(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys that are read, with defaults for absent ones.
+        """Return the keys that are read, with defaults for absent ones.
 
         Raises:
             ModelError: keys are unknown, or have values that cannot be read; lists them all.

@@ -1,6 +1,6 @@
-"""Between `[model.rope]` and the rotary keys of a Hugging Face `config.json`. Imports no torch.
+"""Conversion between `[model.rope]` and the rotary keys of a Hugging Face `config.json`. Imports no torch.
 
-Source: `modeling_rope_utils.py` of `transformers` 5.23 (which keys are read, and what their absence means).
+Source: `modeling_rope_utils.py` of `transformers` 5.23 (which keys are read, and their defaults).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEEDED: dict[str, set[str]] = {
     "longrope": {"short_factor", "long_factor"},
 }
 SHARED_KINDS = ("default", "linear", "llama3", "yarn")
-"""Those that every family may have."""
+"""The kinds of rotary embedding that every family may have."""
 
 STRUCTS: dict[str, type[RopeConfig]] = {
     "default": RopeConfig,
@@ -47,11 +47,11 @@ OPTIONAL: dict[str, set[str]] = {
     "longrope": {ORIGINAL, "attention_factor", "factor"},
 }
 LISTS = ("short_factor", "long_factor")
-"""The keys with a number for each pair."""
+"""The keys whose value is a list with a number for each pair."""
 
 
 def _parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary parameters, the old keys beside them taken in."""
+    """Return the rotary parameters, including old keys beside the table."""
     found = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     found.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
     found.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor"))
@@ -63,10 +63,10 @@ def _kind(given: Mapping[str, Any]) -> Any:
 
 
 def rotary_dim(hf: Mapping[str, Any], width: int) -> int | None:
-    """Width of the part of a head that is rotated; None if it is all `width` of it.
+    """Return the width of the rotated part of a head; None if all of its `width` is rotated.
 
     Raises:
-        ValueError: nothing of it is, or an odd width.
+        ValueError: the part is empty, or its width is odd.
     """
     factor = _parameters(hf)["partial_rotary_factor"]
     part = width if factor is None else int(width * factor)
@@ -83,12 +83,12 @@ def rope_problems(
     partial: bool = False,
     kinds: tuple[str, ...] = SHARED_KINDS,
 ) -> Iterator[str]:
-    """The problems with rotary keys that have no counterpart here.
+    """Yield the problems with rotary keys that have no counterpart here.
 
     Args:
         hf: the `config.json`.
         partial: whether a part of each head may be rotated.
-        kinds: that the family has here.
+        kinds: kinds of rotary embedding that are supported for the family.
     """
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(hf.get(name) or {}, dict):
@@ -116,7 +116,7 @@ def rope_problems(
 
 
 def _mismatch(name: str, value: Any) -> str:
-    """What a key of the rope is expected to be, where it is something else."""
+    """Return what a key of the rope is expected to be if its value is something else; otherwise ""."""
     if name in LISTS:
         fits = isinstance(value, list) and value and all(_is_number(one) for one in value)
         return "" if fits else "a list of numbers"
@@ -130,7 +130,7 @@ def _is_number(value: Any) -> bool:
 
 
 def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
-    """The rotary embedding of a `config.json` in which `rope_problems` finds nothing.
+    """Return the rotary embedding of a `config.json` in which `rope_problems` finds nothing.
 
     Raises:
         ValueError: a number is outside of its bounds.
@@ -166,7 +166,7 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
 
 
 def _yarn_scale(given: Mapping[str, Any], factor: float) -> float | None:
-    """What cosines and sines are multiplied by, where that is not the published function of the factor."""
+    """Return the factor on cosines and sines; None if it is the published function of `factor`."""
     if given.get("attention_factor") is not None:
         return given["attention_factor"]
     above, below = given.get("mscale"), given.get("mscale_all_dim")
@@ -176,7 +176,7 @@ def _yarn_scale(given: Mapping[str, Any], factor: float) -> float | None:
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """The table `rope_parameters`."""
+    """Return the table `rope_parameters`."""
     given: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
     if isinstance(rope, LinearRopeConfig):
         return given | {"rope_type": "linear", "factor": rope.factor}

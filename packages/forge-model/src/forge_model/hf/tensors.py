@@ -1,4 +1,4 @@
-"""Between the parameters of our decoders and the tensors of Hugging Face checkpoints, in both directions."""
+"""Conversion between parameters of our decoders and tensors of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ V = TypeVar("V")
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that a checkpoint has, tied ones once."""
+    """Return the parameters and buffers in a checkpoint, tied ones once."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
@@ -29,7 +29,7 @@ def require_names(there: Iterable[str], wanted: Iterable[str], what: str) -> Non
     """Refuse missing and unexpected tensors.
 
     Raises:
-        ModelError: one is missing, or left over; lists them all.
+        ModelError: a tensor is missing or unexpected; lists them all.
     """
     missing, left = sorted({*wanted} - {*there}), sorted({*there} - {*wanted})
     if missing or left:
@@ -37,7 +37,7 @@ def require_names(there: Iterable[str], wanted: Iterable[str], what: str) -> Non
 
 
 class Made(Mapping[str, V]):
-    """Entries that are made when they are asked for, each by a function."""
+    """A mapping whose entries are made by functions when they are accessed."""
 
     def __init__(self, makers: Mapping[str, Callable[[], V]]) -> None:
         self._makers = makers
@@ -53,25 +53,25 @@ class Made(Mapping[str, V]):
 
 
 class Read:
-    """Entries of a mapping; the last one is kept, so that one which is asked for in parts is read once."""
+    """Reads entries of a mapping and keeps the last one, so that an entry used in parts is read once."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = entries
         self._last: dict[str, Any] = {}
 
     def __call__(self, name: str) -> Any:
-        """One of them."""
+        """Return one entry."""
         if name not in self._last:
             self._last.clear()  # before the next one is read
             self._last[name] = self._entries[name]
         return self._last[name]
 
     def expert(self, name: str, index: int) -> Any:
-        """One of the stacked ones, sharing memory."""
+        """Return one expert of a stacked entry, sharing memory."""
         return self(name)[index]
 
     def packed(self, parts: Mapping[str, Packed], spread: Spread) -> Tensor:
-        """One of theirs of several of ours, by name."""
+        """Pack several of our parameters into one Hugging Face tensor."""
         import torch
 
         whole = torch.empty(0)
@@ -89,17 +89,17 @@ class Read:
 
 
 def _rows_of(name: str) -> int:
-    """The axis of the outputs; the last one of a bias."""
+    """Return the axis of the outputs: the second to last, of a bias the last."""
     return -1 if name.rpartition(".")[2].startswith("b") else -2
 
 
 class Spread(NamedTuple):
-    """Where our parameters lie in fused parameters of a family.
+    """Where our parameters are in fused parameters of a family.
 
     Attributes:
-        rows: how many outputs each of ours has, by name.
-        heads: query heads.
-        starts: before how many rows of others of ours it starts, where they do not take turns.
+        rows: number of outputs of each of our parameters, by name.
+        heads: number of query heads.
+        starts: first row of each parameter, for parameters that do not alternate.
     """
 
     rows: Mapping[str, int]
@@ -108,7 +108,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, ours: Mapping[str, Tensor], family: Family, config: DecoderConfig) -> Spread:
-        """The layout of a family; `ours` may be on the meta device."""
+        """Return the layout of a family; `ours` may be on the meta device."""
         rows = {name: ours[name].shape[_rows_of(name)] for name in ours if family.packed(name) is not None}
         starts, ends = dict[str, int](), dict[str, int]()
         for name in sorted(rows, key=lambda name: family.packed(name).part):  # type: ignore[union-attr]
@@ -118,7 +118,7 @@ class Spread(NamedTuple):
         return cls(rows, getattr(config.layer(0).attention, "num_heads", 1), starts)
 
     def slot(self, whole: Tensor, name: str, place: Packed) -> Tensor:
-        """Where it lies, [..., blocks, rows of a block(, I)], sharing memory."""
+        """Return the view of one parameter, [..., blocks, rows of a block(, I)]."""
         axis, rows = _rows_of(name), self.rows[name]
         whole = whole.mT if place.transposed and axis == -2 else whole
         if place.turns == "all":
@@ -128,14 +128,14 @@ class Spread(NamedTuple):
 
 
 def to_hf(tensors: Mapping[str, Any], config: DecoderConfig) -> Mapping[str, Any]:
-    """Our tensors under their names; a tied head is left out, as `save_pretrained` does.
+    """Return our tensors under Hugging Face names, without a tied head, as `save_pretrained` does.
 
     Stacked experts become one tensor each, sharing memory with them, or are packed as the family does.
-    A tensor is read only when what is made of it is taken out of the result; at most one of them is kept.
+    A tensor is read only when an entry made from it is accessed; at most one tensor is kept.
 
     Args:
         tensors: from `tensors_of`.
-        config: of the model.
+        config: configuration of the model.
 
     Raises:
         ModelError: a parameter has no counterpart.
@@ -171,7 +171,7 @@ def _empty(shape: tuple[int, int]) -> Tensor:
 
 
 def _on_meta(config: DecoderConfig) -> dict[str, Tensor]:
-    """Our tensors, without values."""
+    """Return our tensors without values."""
     import torch
 
     with torch.device("meta"):
@@ -179,26 +179,26 @@ def _on_meta(config: DecoderConfig) -> dict[str, Tensor]:
 
 
 def _layer(key: str) -> int:
-    """The number of the layer that a name of theirs is in; -1 outside of layers."""
+    """Return the index of the layer in a Hugging Face name; -1 outside of layers."""
     found = re.match(r"model\.layers\.(\d+)\.", key)
     return -1 if found is None else int(found[1])
 
 
 def _is_not_ours(key: str, config: DecoderConfig) -> bool:
-    """Whether a tensor is of multi-token prediction, and of modules left out or shared with the model."""
+    """Whether a tensor is in a multi-token prediction module that we leave out or share with the model."""
     if _layer(key) < config.num_layers:
         return False
     return not config.mtp.num_modules or key.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
 
 
 class Stacked(Mapping[str, Any]):
-    """The experts of a stacked parameter put together, or unpacked, when it is asked for; all else as it is.
+    """A mapping that stacks the tensors of experts, or unpacks parts of tensors, when they are accessed.
 
     Args:
-        entries: tensors by their names.
-        experts: how many there are under a name with `{}` in it.
-        packed: names of parts of tensors, the name of the tensor and the part.
-        spread: how the parts lie in it.
+        entries: tensors by Hugging Face names; all other entries stay as they are.
+        experts: number of experts, by names with `{}` in place of the index.
+        packed: for each name of a part, the name of the tensor and the place of the part.
+        spread: layout of the parts in these tensors.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class Stacked(Mapping[str, Any]):
 
 
 class Renamed(Mapping[str, V]):
-    """Other names for the entries of a mapping; each is fetched when it is asked for."""
+    """A mapping with other names for the entries of another; each is read when it is accessed."""
 
     def __init__(self, entries: Mapping[str, V], keys: Mapping[str, str]) -> None:
         self._entries = entries
@@ -248,12 +248,12 @@ class Renamed(Mapping[str, V]):
 
 
 def from_hf(tensors: Mapping[str, V], config: DecoderConfig) -> Mapping[str, V]:
-    """Their parameters under our names; reads a tensor of `tensors` only when it is taken out of the result.
+    """Return Hugging Face tensors under our names; reads a tensor only when it is accessed.
 
-    Of the families that can hold the model, the first is taken whose names these are.
+    Of the families that can hold the model, the first one whose names match is taken.
 
     Raises:
-        ModelError: a tensor is missing, or one is left over; lists them all, as the nearest family has them.
+        ModelError: tensors are missing or unexpected; lists them all, compared with the nearest family.
     """
     ours, problems = _on_meta(config), dict[str, int]()
     for family, _ in families_of(config):
@@ -266,7 +266,7 @@ def from_hf(tensors: Mapping[str, V], config: DecoderConfig) -> Mapping[str, V]:
 
 
 def _based(tensors: Mapping[str, V], family: Family) -> Mapping[str, V]:
-    """Their tensors, where none has the beginning of the names of a family with it."""
+    """Add the prefix of a family to all names but the head's if no tensor has it."""
     if not family.base or any(key.startswith(family.base) for key in tensors):
         return tensors
     head = f"{family.outer_keys['head']}.weight"
@@ -277,8 +277,8 @@ class Names:
     """The parameter names of a family.
 
     Args:
-        family: that can hold the model.
-        config: of the model.
+        family: a family that can hold the model.
+        config: configuration of the model.
         ours: its parameters by our names; may be without values.
     """
 
@@ -293,11 +293,11 @@ class Names:
         self._wanted |= {key.format(i) for key, number in self._experts.items() for i in range(number)}
 
     def missing(self, there: Iterable[str]) -> list[str]:
-        """Names of theirs that are wanted and not there."""
+        """Return the Hugging Face names that are expected and absent."""
         return sorted(self._wanted - {*there})
 
     def left(self, there: Iterable[str]) -> list[str]:
-        """Names that are there, not wanted, and not known to be another name of what is."""
+        """Return names that are present, unexpected, and not known to be redundant."""
         head = f"{self._family.outer_keys['head']}.weight" if self._config.tie_embeddings else None
         ahead = bool(self._family.mtp_keys)
         return sorted(
@@ -308,7 +308,7 @@ class Names:
         )
 
     def problem(self, missing: list[str], left: list[str]) -> str:
-        """The message about missing and unexpected tensors."""
+        """Return the message about missing and unexpected tensors."""
         told = (
             f"not a checkpoint of this model: missing {missing or 'nothing'}, left over {left or 'nothing'}"
         )
@@ -326,7 +326,7 @@ class Names:
         return told
 
     def renamed(self, tensors: Mapping[str, V]) -> Mapping[str, V]:
-        """Theirs by our names."""
+        """Return Hugging Face tensors by our names."""
         if not self._experts and not self._packed:
             return Renamed(tensors, self._keys)
         whole = Stacked(tensors, self._experts, self._packed, self._spread)  # type: ignore[arg-type]

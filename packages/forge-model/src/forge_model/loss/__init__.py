@@ -1,1 +1,1 @@
-"""Losses of next tokens."""
+"""Losses of next-token prediction."""

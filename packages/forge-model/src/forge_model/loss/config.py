@@ -15,10 +15,10 @@ class LossConfig(Config):
     """Next-token cross entropy, and the base class of other losses.
 
     Attributes:
-        chunk_tokens: logits are made for so many tokens at a time; 0 makes them all at once.
+        chunk_tokens: number of tokens whose logits are computed at a time; 0 computes all at once.
         z_loss_weight: weight of the squared log-normalizer (PaLM, arXiv:2204.02311 section 5); 0 is off.
-        label_smoothing: so much of each target is spread evenly over the vocabulary (Szegedy et al. 2016,
-            arXiv:1512.00567 section 7); what is reported as `loss` stays the plain cross entropy.
+        label_smoothing: fraction of each target that is spread evenly over the vocabulary (Szegedy et al.
+            2016, arXiv:1512.00567 section 7); the reported `loss` stays the plain cross entropy.
     """
 
     free_keys = ("chunk_tokens",)
@@ -29,7 +29,7 @@ class LossConfig(Config):
     label_smoothing: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
     def build(self) -> Callable[..., LossTerms]:
-        """The loss of hidden states, head weight and labels; see `forge_model.loss.cross_entropy.Loss`."""
+        """Build the function of hidden states, head weight and labels; see `loss.cross_entropy.Loss`."""
         from forge_model.loss.cross_entropy import Loss
 
         return Loss(self.chunk_tokens, self.z_loss_weight, self.label_smoothing)

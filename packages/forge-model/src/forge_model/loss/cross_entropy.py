@@ -1,4 +1,4 @@
-"""Next-token cross entropy that never holds all logits. n tokens, D model dim, V vocabulary."""
+"""Next-token cross entropy that never allocates all logits. n tokens, D model dim, V vocabulary."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from forge_model.compiled_calls import call_compiled
 from forge_model.error import ModelError
 
 CHUNK_COMPILATIONS = 64
-"""How often what is done to a chunk is compiled in a process: formats, vocabularies, numbers of tokens."""
+"""How often the work on a chunk is compiled in a process: for formats, vocabularies and token counts."""
 
 
 class Sum(NamedTuple):
-    """A sum and what it is divided by for its mean, [] float32 (float64 if the model is), on the device.
+    """A sum and the count that divides it for the mean: [] float32 (float64 if the model is), on the device.
 
     Over several micro-batches or ranks both are summed first: the mean is sum of values / sum of counts.
     """
@@ -27,18 +27,17 @@ class Sum(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """The sums that a model returns when given labels.
+    """The sums that a model returns when it gets labels.
 
     Attributes:
-        total: [] what is differentiated, a sum over the valid targets: cross entropy, smoothed where that is
-            asked for, plus weighted z-loss.
-        sums: what is reported, by name, without weights of terms. Always has `loss` (cross entropy in nats,
-            never smoothed) and `z_loss` (the squared log-normalizers), both counted by valid targets, or by
-            the sum of their weights. No gradient flows through them.
-        rows: [B] each, the sums of `loss` by sequence, where labels are [B, T]; None where a loss tells none.
-        hits: of the shape of the labels, whether the target is the likeliest entry; false where there is no
-            target. None where a loss does not tell, and where gradients are recorded: training takes no time
-            for it.
+        total: [] the value to differentiate, a sum over the valid targets: cross entropy, with label
+            smoothing if configured, plus weighted z-loss.
+        sums: values to report, by name, without the weights of terms. Always has `loss` (cross entropy in
+            nats, never smoothed) and `z_loss` (the squared log-normalizers), both counted by valid targets,
+            or by the sum of their weights. No gradient flows through them.
+        rows: [B] each, the sums of `loss` by sequence, for labels [B, T]; None from losses without them.
+        hits: bool in the shape of the labels, whether the target is the likeliest entry; false where there is
+            no target. None from losses without hits, and whenever gradients are recorded, which saves time.
     """
 
     total: Tensor
@@ -48,7 +47,7 @@ class LossTerms(NamedTuple):
 
 
 class VocabularyShard(Protocol):
-    """The part of the vocabulary that a head has, where others have the rest.
+    """The part of the vocabulary of this rank's head; other ranks have the rest.
 
     Attributes:
         first: the first id of this part.
@@ -65,7 +64,7 @@ class VocabularyShard(Protocol):
         ...
 
     def gather(self, logits: Tensor) -> Tensor:
-        """Logits of this part [..., V/parts] -> of the full vocabulary [..., V]."""
+        """Gather the logits of all parts, [..., V/parts] -> [..., V]."""
         ...
 
 
@@ -73,9 +72,9 @@ class Loss:
     """The loss of hidden states under a head.
 
     Args:
-        chunk_tokens: logits are made for so many tokens at a time; 0 makes them all at once.
+        chunk_tokens: number of tokens whose logits are computed at a time; 0 computes all at once.
         z_loss_weight: weight of the squared log-normalizer.
-        label_smoothing: so much of the target is spread evenly over the vocabulary.
+        label_smoothing: fraction of the target that is spread evenly over the vocabulary.
     """
 
     def __init__(
@@ -87,11 +86,11 @@ class Loss:
         self._treat: Treat = _treat
 
     def compile_chunks(self, backend: str = "inductor") -> None:
-        """Do what is done to the logits of a chunk in few kernels: a GPU then moves a fifth of the memory.
+        """Compile the work on the logits of a chunk into few kernels: a GPU then moves a fifth of the memory.
 
         Args:
-            backend: of `torch.compile`. Parts of the vocabulary on several ranks stay uncompiled: they wait
-                for each other in between.
+            backend: backend of `torch.compile`. Vocabularies split over ranks stay uncompiled, since the
+                ranks communicate in between.
         """
         compiled = torch.compile(partial(_treat, fused=True), backend=backend, fullgraph=True)
         self._treat = partial(call_compiled, "chunks of the loss were", compiled, CHUNK_COMPILATIONS)
@@ -105,19 +104,20 @@ class Loss:
         weights: Tensor | None = None,
         softcap: float | None = None,
     ) -> LossTerms:
-        """Loss of each position against its label.
+        """Return the loss of each position against its label.
 
         Args:
             hidden: [..., D].
             weight: [V, D], or the rows of this part of the vocabulary.
-            labels: [...] int64, already shifted; negative is ignored. None valid gives zero, with a graph.
-            vocabulary: which part `weight` is; None means all. Collective over the parts otherwise: the loss
-                is that of the full vocabulary, the gradient of `hidden` only what this part adds to it.
-            weights: [...] how much each position counts, not negative; None counts every one once.
+            labels: [...] int64, already shifted; negative is ignored. No valid label gives zero, with a
+                graph.
+            vocabulary: the part of the vocabulary in `weight`; None means all. Collective over the parts: the
+                loss is that of the full vocabulary, the gradient of `hidden` only this part's share.
+            weights: [...] how much each position counts, not negative; None counts each position once.
             softcap: logits become softcap * tanh(logit / softcap) first; None leaves them as they are.
 
         Raises:
-            ModelError: `weights` are not of the shape of `labels`.
+            ModelError: `weights` has another shape than `labels`.
         """
         if weights is not None and weights.shape != labels.shape:
             raise ModelError(
@@ -159,18 +159,18 @@ class _Options(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Some tokens, of which the logits have become exponentials.
+    """Some tokens whose logits were replaced by their exponentials.
 
     Attributes:
-        exponentials: [n, V] of the logits less their maximum.
-        normalizer: [n, 1] their sums over the full vocabulary.
+        exponentials: [n, V] exponentials of the logits minus their maximum.
+        normalizer: [n, 1] sums of the exponentials over the full vocabulary.
         top: [n] the largest logits.
         lse: [n] the logarithms of the sums of exponentials of the logits.
         picked: [n] the logits of the targets.
         even: [n] the means of the logits; zeros without label smoothing.
-        target: [n, 1] where the target is in this part of the vocabulary.
-        here: [n, 1] 1 where it is in this part at all, else 0.
-        entries: of the full vocabulary.
+        target: [n, 1] index of the target in this part of the vocabulary.
+        here: [n, 1] 1 if the target is in this part, else 0.
+        entries: number of entries of the full vocabulary.
     """
 
     exponentials: Tensor
@@ -185,7 +185,7 @@ class _Chunk(NamedTuple):
 
 
 def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Soft-capped logits [n, V], and their derivative by the given ones: a second buffer."""
+    """Return soft-capped logits [n, V] and their derivative by the logits, which is a second buffer."""
     if softcap is None:
         return logits, None
     ratio = logits.div_(softcap).tanh_()
@@ -194,7 +194,7 @@ def _capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | Non
 
 
 def _normalize(logits: Tensor, target: Tensor, options: _Options) -> _Chunk:
-    """Log-sum-exp in place: no second buffer of the size of the logits [n, V]. Collective over the parts."""
+    """Compute log-sum-exp in place, without a second buffer [n, V]. Collective over the vocabulary parts."""
     vocabulary, entries = options.vocabulary, logits.shape[1]
     target = target[:, None]
     if vocabulary is None:
@@ -226,18 +226,18 @@ def _treat(
     options: _Options,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None]:
-    """Put in the place of logits [n, V] the gradient of the loss by them, where one is needed.
+    """Replace the logits [n, V] by the gradient of the loss by them, if that is needed.
 
     Args:
-        logits: as the model makes them; what `wide` is, if that is None.
-        wide: memory [n, V] to compute in; None if `logits` are wide enough, or where a compiler needs none.
-        target: [n] ids; any where it does not count.
-        counts: [n] how much each of them counts.
-        options: of the loss.
-        fused: whether a compiler makes one pass of many operations.
+        logits: logits as the model computes them; also the working memory if `wide` is None.
+        wide: working memory [n, V]; None if the dtype of `logits` is wide enough or a compiler needs none.
+        target: [n] ids; any valid id for tokens that do not count.
+        counts: [n] how much each token counts.
+        options: options of the loss.
+        fused: whether a compiler fuses many operations into one pass.
 
     Returns:
-        `lse`, `picked` and `even` of `_Chunk`, and [n] whether `picked` is the largest, not in training.
+        `lse`, `picked` and `even` of `_Chunk`, and, except in training, [n] whether `picked` is the largest.
     """
     values = logits
     if wide is not None:
@@ -255,9 +255,10 @@ def _treat(
 
 
 def _differentiate(made: _Chunk, counts: Tensor, options: _Options, fused: bool) -> Tensor:
-    """The gradient [n, V] of the loss by the logits, in place of the exponentials.
+    """Return the gradient [n, V] of the loss by the logits, in the memory of the exponentials.
 
-    That of lse - picked + z lse^2 is softmax (1 + 2 z lse) - onehot; smoothing spreads some of the onehot.
+    The gradient of lse - picked + z lse^2 is softmax (1 + 2 z lse) - onehot; smoothing spreads a part of the
+    onehot over the vocabulary.
     """
     scale = ((1 + 2 * options.z_weight * made.lse) * counts)[:, None] / made.normalizer
     gradient = made.exponentials.mul_(scale)
@@ -271,9 +272,9 @@ def _differentiate(made: _Chunk, counts: Tensor, options: _Options, fused: bool)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Head and loss in one, a chunk of tokens at a time; gradients are made while the logits are at hand.
+    """Head and loss in one, a chunk of tokens at a time; computes gradients while the logits are in memory.
 
-    The forward pass does the three matmuls that a head costs anyway, and holds one chunk of logits.
+    The forward pass does the three matmuls that a head costs anyway and allocates one chunk of logits.
 
     Source of the idea: Hsu et al. 2024, arXiv:2410.10989 section 3.2.
     """
@@ -290,7 +291,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         smoothed = torch.zeros((), dtype=wide, device=hidden.device)
         places = torch.empty(len(labels), dtype=wide, device=hidden.device)
         hits = None if options.training else torch.empty_like(labels, dtype=torch.bool)
-        # chunks share both: logits as the model makes them, later their gradient; and in what is computed in
+        # chunks share two buffers: for the logits, later their gradient; and for the computation on them
         buffer = hidden.new_empty(min(options.chunk, len(labels)), len(weight))
         wider = None
         if hidden.dtype != wide and options.treat is _treat:
@@ -336,13 +337,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, wide_a: Tensor | None, wide_b: Tensor) -> None:
-    """Total += a^T @ b, summed up in the dtype of `total`; in that of a and b each chunk would be rounded.
+    """Add a^T @ b to `total`, accumulated in the dtype of `total`; that of a and b would round each chunk.
 
     Args:
         total: [V, D].
         a: [n, V].
         b: [n, D].
-        wide_a: memory for `a` in the dtype of `total`, if there is some.
+        wide_a: memory for `a` in the dtype of `total`, or None.
         wide_b: the same for `b`.
     """
     if a.dtype == total.dtype:

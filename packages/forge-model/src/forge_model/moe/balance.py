@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers, and what is counted on the way. B batch, T tokens, E experts."""
+"""Auxiliary losses of routers and statistics of their load. B batch, T tokens, E experts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EXTRAS = ("balance", "z_loss", "dropped", "tokens")
-"""What is added up beside the counts of experts; each sum over tokens."""
+"""Names of the sums over tokens that a tally has besides the counts of experts."""
 
 
 class Tally:
-    """Adds up, over the micro-batches of a step, what passed through a router.
+    """Accumulates statistics of a router over the micro-batches of a step.
 
-    It is given what there is to add when the gradient passes, which happens once for each micro-batch,
-    however often activations are computed again, and never in an evaluation.
+    Values are added in the backward pass, which happens once for each micro-batch, however often
+    activations are recomputed, and never in an evaluation.
 
     Args:
-        size: how many numbers it adds up: for `Load` those of E experts, and `EXTRAS`.
+        size: how many numbers are accumulated; for `Load` E counts of experts, then `EXTRAS`.
 
     Attributes:
-        sums: [size] float64, exact for counts; None before the first.
-        last: [size] those of the last step over all ranks; None before the first.
+        sums: [size] float64, exact for counts; None before the first values.
+        last: [size] sums of the last step over all ranks; None before the first step.
     """
 
     def __init__(self, size: int) -> None:
@@ -35,11 +35,11 @@ class Tally:
         self.last: Tensor | None = None
 
     def add(self, values: Tensor) -> None:
-        """Add those of one micro-batch."""
+        """Add the values of one micro-batch."""
         self.sums = values.clone() if self.sums is None else self.sums + values
 
     def take(self) -> Tensor | None:
-        """What was added up; begins anew."""
+        """Return the sums and begin anew."""
         taken, self.sums = self.sums, None
         return taken
 
@@ -48,10 +48,10 @@ class GlobalBalance(NamedTuple):
     """The balance loss of a micro-batch against the load of the global batch so far (arXiv:2501.11873).
 
     Attributes:
-        affinities: [E] means over the tokens of this micro-batch, each token's summing to one.
-        weight: of the loss, a number or [].
-        sum_: sums a tensor, in place, over the ranks that have other tokens of the global batch; None if
-            there are none.
+        affinities: [E] means over the tokens of this micro-batch; the affinities of each token sum to one.
+        weight: weight of the loss, a number or [].
+        sum_: sums a tensor, in place, over the ranks with other tokens of the global batch; None if there are
+            none.
     """
 
     affinities: Tensor
@@ -62,29 +62,30 @@ class GlobalBalance(NamedTuple):
 def tallied(
     out: Tensor, loss: Tensor, values: Tensor, tally: Tally, balance: GlobalBalance | None = None
 ) -> Tensor:
-    """`out` itself, whose backward pass adds the gradient of `loss` and fills the tally.
+    """Return `out`; its backward pass adds the gradient of `loss` and fills the tally.
 
-    A loss that is made inside of a model then needs no way out, through blocks or stages of a pipeline.
+    A loss computed inside a model then need not be returned through blocks or pipeline stages.
 
     Args:
         out: any tensor on the way to the loss of the model.
-        loss: [] what is added to the loss that is differentiated.
-        values: for the tally.
-        tally: filled when the gradient passes.
+        loss: [] auxiliary loss, added to the loss that is differentiated.
+        values: values for the tally.
+        tally: tally that the backward pass fills.
         balance: a further loss whose load is that of all ranks in the micro-batches of the step up to this
-            one, known only when the gradient passes; its value is tallied as that of `EXTRAS`. Collective.
+            one, known only in the backward pass; its value is tallied under `balance` of `EXTRAS`.
+            Collective.
     """
     affinities = None if balance is None else balance.affinities
     return _Tallied.apply(out, loss, affinities, values, tally, balance)
 
 
 def tallied_at_once(values: Tensor, tally: Tally, balance: GlobalBalance | None = None) -> None:
-    """Fill the tally where no gradient will pass: the layer is frozen, and so is all before it.
+    """Fill the tally now if there will be no backward pass: this layer and all before it are frozen.
 
     Args:
-        values: for the tally.
-        tally: filled now.
-        balance: as that of `tallied`. Collective.
+        values: values for the tally.
+        tally: tally that is filled.
+        balance: as in `tallied`. Collective.
     """
     tally.add(values)
     if balance is not None:
@@ -116,7 +117,7 @@ class _Tallied(torch.autograd.Function):
 
 
 def _of_affinities(balance: GlobalBalance, values: Tensor, tally: Tally) -> Tensor:
-    """[E], the gradient of E sum_i f_i P_i with respect to P, weighted. Adds the loss itself to the tally."""
+    """Return the weighted gradient [E] of E sum_i f_i P_i by P; add the loss itself to the tally."""
     assert tally.sums is not None
     experts = len(balance.affinities)
     counts = tally.sums[:experts].clone()
@@ -128,11 +129,11 @@ def _of_affinities(balance: GlobalBalance, values: Tensor, tally: Tally) -> Tens
 
 
 def assigned(experts: Tensor, groups: int, num_experts: int) -> Tensor:
-    """How often each expert is chosen, in each group of tokens. Waits for no device.
+    """Return how often each expert is chosen in each group of tokens. Waits for no device.
 
     Args:
-        experts: [R] int64, those of the first group first, equally many in each; E counts as none.
-        groups: of tokens.
+        experts: [R] int64, sorted by group, equally many in each group; the value E counts for no expert.
+        groups: number of groups.
         num_experts: E.
 
     Returns:
@@ -147,16 +148,17 @@ def assigned(experts: Tensor, groups: int, num_experts: int) -> Tensor:
 
 
 def balance_loss(affinities: Tensor, counts: Tensor, real: Tensor | None = None) -> Tensor:
-    """E sum_i f_i P_i, 1 where the load is even: mean over groups of tokens, by their number of tokens.
+    """Return E sum_i f_i P_i, which is 1 for an even load, as mean over groups weighted by their tokens.
 
-    f_i is the share of choices that fell on expert i, P_i the mean affinity to it, normalized to sum one over
-    the experts. For one group and one choice a token arXiv:2101.03961 eq. 4 to 6; for groups that are
-    sequences arXiv:2412.19437 eq. 17 to 20, with the choices as they were made, bias and groups included.
+    f_i is the share of choices that fell on expert i, P_i the mean affinity to it, normalized to sum to one
+    over the experts. For one group and one choice per token this is arXiv:2101.03961 eq. 4 to 6; for groups
+    that are sequences arXiv:2412.19437 eq. 17 to 20, with the choices as they were made, bias and groups
+    included.
 
     Args:
         affinities: [groups, tokens, E], not negative.
         counts: [groups, E], from `assigned`.
-        real: [groups, tokens] bool, whether a token is no padding; None if none is.
+        real: [groups, tokens] bool, false for padding; None if there is no padding.
     """
     shares = counts.to(affinities.dtype) / counts.sum(1, keepdim=True).clamp(min=1)
     if real is None:
@@ -166,7 +168,7 @@ def balance_loss(affinities: Tensor, counts: Tensor, real: Tensor | None = None)
 
 
 def to_sum_one(x: Tensor) -> Tensor:
-    """[..., n], not negative -> the same divided by their sum; next to zero where that is below 1e-20.
+    """Divide non-negative [..., n] by their sum; the result is close to zero where the sum is below 1e-20.
 
     The bound is far above the smallest float32, because gradients are divided by it.
     """
@@ -174,23 +176,23 @@ def to_sum_one(x: Tensor) -> Tensor:
 
 
 def mean_of(x: Tensor, real: Tensor | None) -> Tensor:
-    """The mean over the tokens of [N, ...], over those of `real` [N] bool if it is given."""
+    """Return the mean of [N, ...] over the tokens, or over the tokens that `real` [N] bool selects."""
     if real is None:
         return x.mean(0)
     return (x * real.view(-1, *[1] * (x.ndim - 1))).sum(0) / real.sum().clamp(min=1)
 
 
 def z_loss(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """Mean of the squared log-normalizers of [N, E] logits (arXiv:2202.08906 eq. 5)."""
+    """Return the mean of the squared log-normalizers of logits [N, E] (arXiv:2202.08906 eq. 5)."""
     return mean_of(logits.logsumexp(-1).square(), real)
 
 
 class Load(NamedTuple):
-    """What a step has counted at one router, over all ranks, on the device.
+    """The load of one router in a step, over all ranks, on the device.
 
     Attributes:
-        counts: [E] pairs of each expert, dropped ones included.
-        extras: [] by name of `EXTRAS`.
+        counts: [E] number of pairs for each expert, dropped ones included.
+        extras: [] each, by name of `EXTRAS`.
     """
 
     counts: Tensor
@@ -198,12 +200,12 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, sums: Tensor) -> Load:
-        """From the sums of a tally."""
+        """Build it from the sums of a tally."""
         experts = len(sums) - len(EXTRAS)
         return cls(sums[:experts], dict(zip(EXTRAS, sums[experts:].unbind(), strict=True)))
 
     def statistics(self) -> dict[str, Tensor]:
-        """[] each, by name: how even the load is (1 is even), and means over tokens."""
+        """Return by name, [] each, how even the load is (1 is even), and means over tokens."""
         total, tokens = self.counts.sum().clamp(min=1), self.extras["tokens"].clamp(min=1)
         shares = self.counts / total
         entropy = -torch.xlogy(shares, shares).sum() / log(max(len(shares), 2))

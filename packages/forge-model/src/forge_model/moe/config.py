@@ -19,8 +19,8 @@ class ClampConfig(Config):
     """The gated unit (w_up x + 1) g sigmoid(alpha g), g = w_gate x, with bounds (GPT-OSS, arXiv:2508.10925).
 
     Attributes:
-        limit: w_gate x is at most this, and w_up x lies within it on both sides.
-        alpha: how steep the sigmoid is.
+        limit: upper bound of w_gate x, and bound of the magnitude of w_up x.
+        alpha: steepness of the sigmoid.
     """
 
     limit: Annotated[float, Meta(gt=0)] = 7.0
@@ -91,7 +91,7 @@ class MoEConfig(FfnConfig):
             yield str(error)
 
     def hidden(self, dim: int) -> int:
-        """See `FfnConfig.hidden`: of one expert."""
+        """See `FfnConfig.hidden`; the width of one expert."""
         if self.dim is not None:
             return self.dim
         return -(-SwiGLUConfig().hidden(dim) // self.top_k // 8) * 8
@@ -113,7 +113,7 @@ class MoEConfig(FfnConfig):
         return MoE(self, dim)
 
     def tensor_sizes(self, dim: int) -> dict[str, int]:
-        """See `FfnConfig.tensor_sizes`: experts are not cut."""
+        """See `FfnConfig.tensor_sizes`; experts are not sharded."""
         return {}
 
     def expert_counts(self) -> dict[str, int]:
@@ -148,7 +148,7 @@ class MoEConfig(FfnConfig):
         return {"": groups if groups > top else 1}
 
     def forward_flops(self, dim: int) -> float:
-        """See `FfnConfig.forward_flops`: of the experts a token uses, none dropped."""
+        """See `FfnConfig.forward_flops`; counts the experts that a token uses, none dropped."""
         matrices = 3 if self.gated else 2
         width = self.top_k * self.hidden(dim) + self.shared_hidden(dim)
         return 2 * dim * (self.num_experts + matrices * width + self.shared_gate)

@@ -1,4 +1,4 @@
-"""Many feed-forwards of one shape, each on its own rows. E experts, R rows, D model dim, F ffn dim."""
+"""Many feed-forwards of one shape, each for its own rows. E experts, R rows, D model dim, F ffn dim."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Experts(nn.Module):
         w_gate: [E, F, D]; None without gates.
         w_up: [E, F, D].
         w_down: [E, D, F].
-        cut_dims: the dim of each parameter along which the hidden width may be cut; None of a bias that is
-            added to the sum of what the parts make.
-        product: of rows and one of these matrices; another one than `grouped_linear` may be put in its place.
+        cut_dims: the dim of each parameter along which the hidden width may be sharded; None for a bias that
+            is added after the parts are summed.
+        product: multiplies rows by one of these matrices; may be replaced, by default `grouped_linear`.
     """
 
     residual_writers: ClassVar[tuple[str, ...]] = ("w_down",)
@@ -78,11 +78,11 @@ class Experts(nn.Module):
         """Apply each expert to its rows.
 
         Args:
-            rows: [R, D], those of the first expert first.
+            rows: [R, D], sorted by expert.
             ends: [E] int32, where the rows of each expert end; an expert may have none.
 
         Returns:
-            [R, D]; rows after the last end mean nothing, and neither do their gradients.
+            [R, D]; rows after the last end and their gradients mean nothing.
         """
         assert self.w_up is not None and self.w_down is not None
         if self._fused and rows.device.type == "cpu" and self.product is grouped_linear:
@@ -108,18 +108,18 @@ class Experts(nn.Module):
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Each row times the matrix of its group; nothing is padded.
+    """Multiply each row by the matrix of its group, without padding.
 
-    By `torch._grouped_mm`, which does not wait for the device, where it runs for this device, dtype and these
-    sizes; otherwise group by group, which does.
+    Uses `torch._grouped_mm`, which does not wait for the device, if it supports this device, dtype and these
+    sizes; otherwise multiplies group by group, which waits.
 
     Args:
-        rows: [R, I].
+        rows: [R, I], sorted by group.
         weight: [E, O, I].
         ends: [E] int32, where the rows of each group end.
 
     Returns:
-        [R, O]; values after the last end mean nothing, and neither do their gradients.
+        [R, O]; values after the last end and their gradients mean nothing.
     """
     aligned = all(size * rows.element_size() % ALIGNMENT_BYTES == 0 for size in weight.shape[1:])
     if aligned and len(rows) and _runs_grouped(rows.device.type, rows.dtype):
@@ -133,10 +133,10 @@ ALIGNMENT_BYTES = 16
 
 @cache
 def _runs_grouped(device: str, dtype: torch.dtype) -> bool:
-    """Whether `torch._grouped_mm` computes products and their gradients; asked once.
+    """Whether `torch._grouped_mm` computes products and their gradients; tried once.
 
-    float32 is not known before 2.14, float64 in none. Without autograd and modes, for the question may come
-    inside of activation checkpointing, which counts what is saved and which products there are.
+    It supports float32 from torch 2.14 on and float64 nowhere. The trial runs without autograd and modes,
+    since it may be inside activation checkpointing, which records saved tensors and products.
     """
     try:
         with torch.no_grad(), _disable_current_modes():
@@ -153,14 +153,14 @@ def _runs_grouped(device: str, dtype: torch.dtype) -> bool:
 
 
 def _groups(ends: list[int]) -> Iterator[tuple[int, slice]]:
-    """Each group that has rows, and where these are."""
+    """Yield the index and the rows of each group that has rows."""
     for index, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         if end > start:
             yield index, slice(start, end)
 
 
 def _room_for_gradient(weight: Tensor, ends: list[int]) -> Tensor:
-    """Like [E, ...]: zeros for groups without rows, the others not yet written."""
+    """Allocate a gradient like `weight` [E, ...]: zeros for groups without rows, the rest uninitialized."""
     room = torch.empty_like(weight)
     for index, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         if end == start:
@@ -169,10 +169,10 @@ def _room_for_gradient(weight: Tensor, ends: list[int]) -> Tensor:
 
 
 class _GatedSilu(torch.autograd.Function):
-    """w_down(silu(w_gate x) * w_up x), expert by expert: for a CPU, whose cache holds the rows of one.
+    """w_down(silu(w_gate x) * w_up x), expert by expert, for a CPU, whose cache holds the rows of one expert.
 
-    Beside what is returned only w_gate x and w_up x of all rows are written to memory: on a CPU new memory
-    costs as much as a good part of the products.
+    Besides the result, it writes only w_gate x and w_up x of all rows to memory: on a CPU new memory costs
+    about as much as the products.
     """
 
     @staticmethod
@@ -210,7 +210,7 @@ class _GatedSilu(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """One product a group, into the place where it belongs."""
+    """One product per group, written directly into the result."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: list[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mixture of experts in the place of a feed-forward. B batch, T tokens, D model dim, E experts."""
+"""Mixture of experts in place of a feed-forward. B batch, T tokens, D model dim, E experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Dispatch(Protocol):
-    """Brings rows to experts and back: `here`, or what brings them to experts on other ranks."""
+    """Brings rows to experts and back: `here`, or a function that sends them to experts on other ranks."""
 
     def __call__(
         self,
@@ -33,13 +33,13 @@ class Dispatch(Protocol):
         ends: Tensor,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """[R, D] -> [R, D], the outputs of the experts.
+        """Return the outputs of the experts, [R, D] -> [R, D].
 
         Args:
-            experts: of this rank, called as `Experts.forward`.
-            rows: those of the first expert first.
-            ends: [E] int32, of all experts, where the rows of each end; rows after the last are not served.
-            meanwhile: called once, best while rows travel.
+            experts: the experts of this rank, called as `Experts.forward`.
+            rows: [R, D], sorted by expert.
+            ends: [E] int32, where the rows of each of all experts end; later rows are not served.
+            meanwhile: called once, if possible while rows travel.
         """
         ...
 
@@ -50,7 +50,7 @@ def here(
     ends: Tensor,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
-    """See `Dispatch`: all experts are on this rank."""
+    """Apply experts that are all on this rank; see `Dispatch`."""
     out = experts(rows, ends)
     if meanwhile is not None:
         meanwhile()
@@ -58,27 +58,28 @@ def here(
 
 
 class Spread(Protocol):
-    """Ranks that have a part of the hidden width of every expert each."""
+    """Ranks that each have a part of the hidden width of every expert."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Of tokens [B, T or a part of T, ...], those of all ranks; gradients are summed over the ranks."""
+        """Gather the tokens of all ranks, [B, T or a part of T, ...]; gradients are summed over the ranks."""
         ...
 
     def leave(self, x: Tensor) -> Tensor:
-        """Parts of a sum [B, T, D] -> the sum, of the tokens of this rank."""
+        """Sum the parts [B, T, D] of all ranks and return the tokens of this rank."""
         ...
 
 
 class ExpertLayer(Protocol):
-    """What a layer of experts has, of whatever kind it is. A module says that it is one by `holds_experts`.
+    """The interface of a layer of experts. A module declares that it is one by `holds_experts`.
 
     Attributes:
         holds_experts: True.
         num_experts: E.
-        experts: a module of stacked parameters [E, ...]; see `forge_parallel.expert_parallel`.
-        dispatch: brings tokens to experts; another one may be put in its place.
-        step_tokens: tokens of the next global batch, which the auxiliary losses of the layer are divided by.
-        tally: of the calls since the last optimizer step.
+        experts: a module with stacked parameters [E, ...]; see `forge_parallel.expert_parallel`.
+        dispatch: brings tokens to experts; may be replaced.
+        step_tokens: number of tokens of the next global batch, which divides the auxiliary losses of the
+            layer.
+        tally: statistics of the calls since the last optimizer step.
     """
 
     holds_experts: ClassVar[bool]
@@ -89,28 +90,28 @@ class ExpertLayer(Protocol):
     tally: Tally
 
     def idle_parameters(self) -> int:
-        """Parameters of experts that do not serve a token."""
+        """Return the number of parameters of the experts that do not serve a given token."""
         ...
 
     def load(self, sums: Tensor) -> dict[str, Tensor]:
-        """Learn from what the tally summed up in a step, over all ranks; returns statistics, [] each."""
+        """Learn from the sums of the tally over a step and all ranks; return statistics, [] each."""
         ...
 
 
 class MoE(nn.Module):
-    """A router, experts, perhaps shared ones that serve every token; an `ExpertLayer`.
+    """A router, experts, and optionally shared experts that serve every token; an `ExpertLayer`.
 
     Attributes:
-        dispatch: brings tokens to experts; another one may be put in its place.
-        sum_over_sequence: sums a tensor, in place, over the ranks that have other tokens of the same
-            sequences; None if there are none.
-        spread: the ranks over which the width of the experts is cut; None if it is not.
-        tokens_here: of [B, T], those that this rank is given; None means all.
-        sum_over_batch: the same over all ranks that have other tokens of the global batch.
-        step_tokens: of the global batch; what the losses of this layer are divided by. None means the tokens
-            of each call.
-        tally: of the calls since the last optimizer step.
-        scale_gradients: see `MoEConfig`; done by who has the gradients, by `gradient_scales`.
+        dispatch: brings tokens to experts; may be replaced.
+        sum_over_sequence: sums a tensor, in place, over the ranks with other tokens of the same sequences;
+            None if there are none.
+        spread: the ranks over which the width of the experts is sharded; None if it is not.
+        tokens_here: selects from [B, T] the tokens of this rank; None means all.
+        sum_over_batch: like `sum_over_sequence`, over all ranks with other tokens of the global batch.
+        step_tokens: number of tokens of the global batch, which divides the losses of this layer. None means
+            the tokens of each call.
+        tally: statistics of the calls since the last optimizer step.
+        scale_gradients: see `MoEConfig`; whoever has the gradients applies it, by `gradient_scales`.
     """
 
     holds_experts: ClassVar[bool] = True
@@ -142,10 +143,10 @@ class MoE(nn.Module):
         """[B, T, D] -> [B, T, D].
 
         Args:
-            x: of the tokens that this rank has.
-            padding: bool of tokens [B, T], also of those that other ranks of tp have of them. They are served
-                like others, unless that costs capacity, and are in no loss, no count, and no learning of
-                the router. None if there are none.
+            x: the tokens of this rank.
+            padding: [B, T] bool, true for padding, also for tokens on the other ranks of tp. Padding is
+                served like other tokens unless there is a capacity, and counts in no loss, no statistic, and
+                no learning of the router. None if there is no padding.
         """
         if padding is not None and self.tokens_here is not None:
             padding = self.tokens_here(padding)
@@ -190,7 +191,7 @@ class MoE(nn.Module):
         return kept, counted + _dropped(kept, self.num_experts) - of_padding
 
     def _global_balance(self, affinities: Tensor | None, part: float | Tensor) -> GlobalBalance | None:
-        """The loss of balance over the global batch, of which these tokens are a part, if there is one."""
+        """Return the share of these tokens in the balance loss over the global batch, if there is one."""
         if affinities is None:
             return None
         assert isinstance(self.router, TopKRouter)
@@ -198,7 +199,7 @@ class MoE(nn.Module):
         return GlobalBalance(affinities, weight * part, self.sum_over_batch)
 
     def _tensor_roles(self) -> dict[str, str | None]:
-        """All ranks of tensor parallelism hold the shared experts, too: nothing of them is cut."""
+        """Roles if all ranks of tensor parallelism have the shared experts, too: none is sharded."""
         roles: dict[str, str | None] = dict.fromkeys(("router", "experts", "shared_gate"), "tokenwise")
         if self.shared is not None:
             roles |= {"shared": None} | {
@@ -207,12 +208,12 @@ class MoE(nn.Module):
         return roles
 
     def _cut_roles(self) -> dict[str, str]:
-        """Where experts are cut, the shared ones are a feed-forward like any other."""
+        """Roles if experts are sharded: the shared experts are then sharded like any feed-forward."""
         inner = {} if self.shared is None else getattr(self.shared, "tensor_roles", {})
         return {"experts": "experts"} | {joined("shared", name): role for name, role in inner.items()}
 
     def _of_all(self, x: Tensor, routing: Routing, spread: Spread) -> tuple[Tensor, Routing]:
-        """Tokens [B, T, D] and routing of all ranks that have a part of each expert."""
+        """Gather tokens [B, T, D] and routing from all ranks that have a part of each expert."""
         if not routing.slots:
             raise ModelError(
                 "experts that choose tokens cannot be cut over ranks, which would have to choose together; "
@@ -226,13 +227,13 @@ class MoE(nn.Module):
         return spread.enter(x), pairs._replace(drops=routing.drops)
 
     def _of_shared(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D], what the experts make that serve every token."""
+        """[B, T, D] -> [B, T, D], the output of the shared experts."""
         assert self.shared is not None
         made = self.shared(x)
         return made if self.shared_gate is None else self.shared_gate(x) * made
 
     def idle_parameters(self) -> int:
-        """Parameters of experts that do not serve a token."""
+        """Return the number of parameters of the experts that do not serve a given token."""
         return (
             sum(p.numel() for p in self.experts.parameters())
             // self.num_experts
@@ -240,9 +241,9 @@ class MoE(nn.Module):
         )
 
     def load(self, sums: Tensor) -> dict[str, Tensor]:
-        """Let the router learn from the sums of a step over all ranks; returns statistics, [] each.
+        """Let the router learn from the sums of a step over all ranks; return statistics, [] each.
 
-        One whose weight is frozen learns nothing.
+        A router whose weight is frozen learns nothing.
         """
         load = Load.of(sums)
         if self.router.weight.requires_grad:
@@ -251,7 +252,7 @@ class MoE(nn.Module):
 
 
 class SharedGate(nn.Module):
-    """sigmoid(w x), one number a token."""
+    """The gate of the shared experts: sigmoid(w x), one number per token."""
 
     roles: ClassVar[dict[str, Role]] = {"weight": "router"}
     residual_writers: ClassVar[tuple[str, ...]] = ()
@@ -266,20 +267,20 @@ class SharedGate(nn.Module):
 
 
 def _shared(config: MoEConfig, dim: int) -> nn.Module:
-    """All shared experts as one feed-forward: the sum of several is one of their widths together."""
+    """Build all shared experts as one feed-forward: their sum equals one with the sum of their widths."""
     hidden = config.shared_hidden(dim)
     return (GatedFfn if config.gated else MLP)(dim, hidden, config.activation, False)
 
 
 def _dropped(routing: Routing, num_experts: int) -> Tensor:
-    """[E + len(EXTRAS)] float64, how many pairs are dropped, at its place."""
+    """Return [E + len(EXTRAS)] float64 with the number of dropped pairs at index `dropped`, else zeros."""
     dropped = (routing.experts == num_experts).sum().double()
     place = num_experts + EXTRAS.index("dropped")
     return torch.nn.functional.pad(dropped[None], (place, len(EXTRAS) - EXTRAS.index("dropped") - 1))
 
 
 def expert_layers(model: nn.Module) -> dict[str, ExpertLayer]:
-    """The layers of experts in a model, by name: those that say that they are."""
+    """Return the layers of experts in a model by name: all modules that declare `holds_experts`."""
     named = model.named_modules()
     found = {name: layer for name, layer in named if getattr(layer, "holds_experts", False)}
     for name, layer in found.items():
@@ -293,9 +294,9 @@ def expert_layers(model: nn.Module) -> dict[str, ExpertLayer]:
 
 
 def gradient_scales(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
-    """The experts of each layer that scales their gradients, and by how much: [E] float64.
+    """Yield the experts of each layer that scales their gradients, and the factors [E] float64.
 
-    Known after `learn_from_load` of the step. The gradient of an expert without load is 0 anyway.
+    The factors are known after `learn_from_load` of the step. Experts without load have gradient 0 anyway.
     """
     for layer in expert_layers(model).values():
         if getattr(layer, "scale_gradients", False) and layer.tally.last is not None:
@@ -304,11 +305,11 @@ def gradient_scales(model: nn.Module) -> Iterator[tuple[nn.Module, Tensor]]:
 
 
 def learn_from_load(layers: dict[str, ExpertLayer], sum_: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Let routers learn what a step has counted, in one sum over ranks. Collective.
+    """Let routers learn from the load of a step, with one sum over ranks for all. Collective.
 
     Args:
         layers: from `expert_layers`, the same on all ranks of the sum.
-        sum_: over all ranks that see other tokens.
+        sum_: sums a tensor over all ranks that have other tokens.
 
     Returns:
         Statistics on the device, [] each, by `<name of the layer>/<statistic>`.

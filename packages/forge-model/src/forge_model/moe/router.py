@@ -19,13 +19,14 @@ Sum_ = Callable[[Tensor], Tensor]
 
 
 class Routed(NamedTuple):
-    """What a router makes of tokens.
+    """The result of a router.
 
     Attributes:
         routing: pairs of tokens and experts, none dropped.
         loss: [] weighted auxiliary losses, means over the tokens.
-        counted: [E + len(EXTRAS)] float64, sums over the tokens, `dropped` not yet known.
-        affinities: [E] their means over the tokens, where the loss of balance is over the global batch.
+        counted: [E + len(EXTRAS)] float64, sums over the tokens; `dropped` is not yet known.
+        affinities: [E] mean affinities over the tokens if the balance loss is over the global batch, else
+            None.
     """
 
     routing: Routing
@@ -35,12 +36,12 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """Logits of tokens for experts, always in float32 at least.
+    """The base of routers: computes logits of tokens for experts, always in float32 at least.
 
     Attributes:
         weight: [E, D].
         bias: [E], or None.
-        step: number of the optimizer step that comes next, from 0.
+        step: number of the next optimizer step, from 0.
     """
 
     roles: ClassVar[dict[str, Role]] = {"weight": "router", "bias": "bias"}
@@ -62,18 +63,18 @@ class Router(nn.Module):
 
         Args:
             x: the tokens of this rank.
-            sum_over_sequence: sums a tensor, in place, over the ranks that have other tokens of the same
+            sum_over_sequence: sums a tensor, in place, over the ranks with other tokens of the same
                 sequences; None if there are none.
-            padding: [B, T] bool, tokens that are in no loss and in no count; None if there are none.
+            padding: [B, T] bool, tokens that count in no loss and no statistic; None if there are none.
         """
         raise NotImplementedError
 
     @torch.no_grad()
     def learn(self, load: Load) -> None:
-        """Change what depends on the load of a step, before the optimizer takes it. In place."""
+        """Update, in place, what follows the load of a step; called before the optimizer step."""
 
     def statistics(self) -> Mapping[str, Tensor]:
-        """[] each, by name, beside those of the load."""
+        """Return further statistics by name, [] each, besides those of the load."""
         return {}
 
     def logits(self, x: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ class Router(nn.Module):
         return F.linear(x.flatten(0, 1).to(wide), self.weight.to(wide), bias)
 
     def _counted(self, counts: Tensor, extras: Mapping[str, Tensor], tokens: int | Tensor) -> Tensor:
-        """Counts, and means as sums over the tokens."""
+        """Return counts and, for `EXTRAS`, means multiplied by the number of tokens."""
         # numbers of the host are written by kernels: a copy of them would wait for the device
         zero = torch.zeros((), dtype=torch.float64, device=counts.device)
         sums = [extras[name].detach().double() * tokens if name in extras else zero for name in EXTRAS[:2]]
@@ -91,22 +92,22 @@ class Router(nn.Module):
 
 
 class TopKRouter(Router):
-    """Each token chooses `top_k` experts."""
+    """A router whose tokens choose `top_k` experts each."""
 
     def __init__(self, config: TopKConfig, dim: int, num_experts: int, top_k: int) -> None:
         super().__init__(config, dim, num_experts, top_k)
         self.config = config
 
     def affinities(self, logits: Tensor) -> Tensor:
-        """[N, E], not negative: what weights are made of."""
+        """[N, E] -> [N, E], not negative: the numbers from which weights are computed."""
         raise NotImplementedError
 
     def selected_by(self, affinities: Tensor) -> Tensor:
-        """[N, E]: by what experts are selected."""
+        """[N, E] -> [N, E]: the scores by which experts are selected."""
         return affinities
 
     def group_scores(self, scores: Tensor) -> Tensor:
-        """[N, groups, E / groups] -> [N, groups]: how good a group is."""
+        """[N, groups, E / groups] -> [N, groups]: the scores by which groups are selected."""
         raise NotImplementedError
 
     def forward(
@@ -130,7 +131,7 @@ class TopKRouter(Router):
         return Routed(routing, loss, counted, mean_of(to_sum_one(affinities), real) if is_global else None)
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
-        """[N, E] with -inf for experts of groups that are not chosen."""
+        """Set scores [N, E] of experts outside of the chosen groups to -inf."""
         config = self.config
         if config.groups == config.top_groups:
             return scores
@@ -142,7 +143,7 @@ class TopKRouter(Router):
     def _losses(
         self, logits: Tensor, affinities: Tensor, counts: Tensor, sum_: Sum_ | None, real: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted sum, and each without its weight."""
+        """Return the weighted sum of the losses, and each loss without its weight."""
         config, rows = self.config, len(counts)
         normalizers = z_loss(logits, real)
         of_batch = config.balance_scope == "batch"
@@ -177,7 +178,7 @@ class SoftmaxRouter(TopKRouter):
 
 
 class SigmoidRouter(TopKRouter):
-    """Affinities are sigmoids; a bias that follows the load selects.
+    """Affinities are sigmoids; a bias that follows the load is added for the selection.
 
     Source: DeepSeek-V3, arXiv:2412.19437 eq. 13 to 16.
 
@@ -225,7 +226,7 @@ class ExpertChoiceRouter(Router):
     def forward(
         self, x: Tensor, sum_over_sequence: Sum_ | None = None, padding: Tensor | None = None
     ) -> Routed:
-        """See `Router.forward`; each expert serves N top_k / E tokens, one at least, padding last of all."""
+        """See `Router.forward`; each expert serves N top_k / E tokens, at least one; padding comes last."""
         logits = self.logits(x)
         tokens = len(logits)
         each = min(tokens, max(1, tokens * self.top_k // self.num_experts))

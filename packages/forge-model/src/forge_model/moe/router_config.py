@@ -27,7 +27,7 @@ class RouterConfig(Config):
     z_loss_weight: Weight = 0.0
 
     def build(self, dim: int, num_experts: int, top_k: int) -> Router:
-        """A module [B, T, D] -> `forge_model.moe.router.Routed`."""
+        """Build a module [B, T, D] -> `forge_model.moe.router.Routed`."""
         raise NotImplementedError
 
     def require(self, num_experts: int, top_k: int) -> None:

@@ -1,4 +1,4 @@
-"""Who serves whom, and rows in the order of experts. N tokens, E experts, R pairs, K slots, D dim."""
+"""Pairs of tokens and experts, and rows sorted by expert. N tokens, E experts, R pairs, K slots, D dim."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Routing(NamedTuple):
 
     Attributes:
         tokens: [R] int64.
-        experts: [R] int64; E for a pair that is dropped.
-        weights: [R] of what the expert makes; in the dtype of the router.
-        slots: with K > 0, the pairs of token t are t K to t K + K - 1; 0 for any order.
+        experts: [R] int64; E for a dropped pair.
+        weights: [R] weights of the expert outputs, in the dtype of the router.
+        slots: number K of pairs per token if the pairs of token t are t K to t K + K - 1; 0 for any order.
         drops: whether pairs may be dropped.
     """
 
@@ -29,10 +29,10 @@ class Routing(NamedTuple):
 
 
 class ByExpert(NamedTuple):
-    """Rows in the order of the experts that serve them.
+    """Rows sorted by the experts that serve them.
 
     Attributes:
-        rows: [R, D]; those that no expert serves come last.
+        rows: [R, D]; rows that no expert serves come last.
         ends: [E] int32, where the rows of each expert end.
         order: [R] int64, the pair of each row.
         inverse: [R] int64, the row of each pair.
@@ -45,14 +45,14 @@ class ByExpert(NamedTuple):
 
 
 def one_per_slot(experts: Tensor, weights: Tensor) -> Routing:
-    """[N, K] experts and weights of each token."""
+    """Build the routing from experts and weights [N, K] of each token."""
     tokens, slots = experts.shape
     index = torch.arange(tokens, device=experts.device).repeat_interleave(slots, output_size=tokens * slots)
     return Routing(index, experts.flatten(), weights.flatten(), slots)
 
 
 def without(routing: Routing, padding: Tensor, num_experts: int) -> Routing:
-    """Drop all pairs of tokens that are padding, [B, T] bool."""
+    """Drop all pairs of padding tokens, [B, T] bool."""
     kept = ~padding.flatten()[routing.tokens]
     return routing._replace(
         experts=routing.experts.where(kept, num_experts), weights=routing.weights.where(kept, 0), drops=True
@@ -62,14 +62,14 @@ def without(routing: Routing, padding: Tensor, num_experts: int) -> Routing:
 def within_capacity(
     routing: Routing, num_experts: int, capacity: int | Tensor, by_weight: bool = False
 ) -> Routing:
-    """Drop the pairs of each expert that come after the first `capacity`.
+    """Keep the first `capacity` pairs of each expert and drop the rest.
 
     Args:
-        routing: with pairs in the order of tokens.
+        routing: routing with pairs in the order of tokens.
         num_experts: E.
-        capacity: pairs that an expert serves at most.
-        by_weight: whether the heaviest pairs of an expert come first, of equal ones the earlier. Otherwise
-            the first tokens do, so that a token never loses its expert to one that comes after it.
+        capacity: most pairs that an expert serves.
+        by_weight: whether the heaviest pairs of an expert come first, earlier ones first among equals. If
+            not, earlier tokens come first, so that a token never loses its expert to a later one.
     """
     if by_weight:
         heaviest = routing.weights.detach().argsort(descending=True, stable=True)
@@ -89,7 +89,7 @@ def within_capacity(
 
 
 def by_expert(x: Tensor, routing: Routing, num_experts: int) -> ByExpert:
-    """Copy the rows of tokens [N, D] into the order of the experts. Waits for no device."""
+    """Copy the rows of tokens [N, D] in the order of the experts. Waits for no device."""
     sorted_, order = routing.experts.sort(stable=True)
     places = torch.arange(len(order), device=x.device)
     inverse = torch.empty_like(order)
@@ -104,17 +104,17 @@ def by_expert(x: Tensor, routing: Routing, num_experts: int) -> ByExpert:
 
 
 def counts_of(ends: Tensor) -> Tensor:
-    """[E] how many rows end where: those of each expert."""
+    """Return the number of rows of each expert, [E], from the ends of their rows."""
     return torch.diff(ends, prepend=ends.new_zeros(1))
 
 
 def combine(out: Tensor, sorted_: ByExpert, routing: Routing, tokens: int) -> Tensor:
-    """Weighted sum of the expert outputs of each token.
+    """Return the weighted sum of the expert outputs of each token.
 
     Args:
         out: [R, D], in the order of `sorted_`.
         sorted_: from `by_expert`.
-        routing: what it was made from.
+        routing: the routing that `sorted_` was made from.
         tokens: N.
 
     Returns:
@@ -135,7 +135,7 @@ def serve(
     Args:
         experts: ([R, D] rows, [E] ends) -> [R, D]; see `Experts`.
         x: [N, D].
-        routing: of these tokens.
+        routing: routing of these tokens.
         num_experts: E.
 
     Returns:
@@ -188,9 +188,9 @@ class _Combine(torch.autograd.Function):
 
 
 def _summed(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """[N, D]: the sum over k of weights[n, k] rows[places[n, k]], in a fixed order of k.
+    """Return [N, D], the sum over k of weights[n, k] rows[places[n, k]], in a fixed order of k.
 
-    On a CPU slot by slot, which stays in its cache; elsewhere in few kernels.
+    Goes slot by slot on a CPU, whose cache then holds the data; uses few kernels elsewhere.
     """
     if rows.device.type != "cpu":
         each = rows.index_select(0, places.flatten()).unflatten(0, places.shape)

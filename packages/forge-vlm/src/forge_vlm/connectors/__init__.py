@@ -1,1 +1,1 @@
-"""From features of a tower to visual tokens of a decoder."""
+"""Connectors: features of a tower to visual tokens of a decoder."""

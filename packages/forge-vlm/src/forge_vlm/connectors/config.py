@@ -19,20 +19,20 @@ class ConnectorConfig(Config):
     """Interface of `[model.connector]`."""
 
     def tokens(self, rows: int, columns: int, extra: int = 0) -> int:
-        """Visual tokens of an image of so many patches.
+        """Return the number of visual tokens of an image with so many patches.
 
         Args:
-            rows: of patches.
-            columns: of patches.
-            extra: features before those of the patches, as that of a class token.
+            rows: rows of patches.
+            columns: columns of patches.
+            extra: number of features before those of the patches, such as that of a class token.
 
         Raises:
-            ValueError: it takes no such image.
+            ValueError: the connector takes no such image.
         """
         raise NotImplementedError
 
     def build(self, width: int, dim: int, extra: int = 0) -> nn.Module:
-        """A module (features [P + n extra, width], grids [n, 3] on the host) -> visual tokens [V, dim]."""
+        """Build (features [P + n extra, width], grids [n, 3] on the host) -> visual tokens [V, dim]."""
         raise NotImplementedError
 
     def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
@@ -53,11 +53,11 @@ class ProjectedConfig(ConnectorConfig):
     bias: bool = True
 
     def widths(self, width: int, dim: int) -> list[int]:
-        """The widths between the matrices, the input width first."""
+        """Return the widths before, between and after the matrices."""
         return [width, dim]
 
     def projection(self, width: int, dim: int) -> nn.Module:
-        """These matrices as a module."""
+        """Build these matrices as a module."""
         from forge_vlm.connectors.projections import MLP, Projection
 
         first, *hidden, last = self.widths(width, dim)
@@ -66,7 +66,7 @@ class ProjectedConfig(ConnectorConfig):
         return MLP(first, hidden[0], last, getattr(self, "activation", "gelu"), self.bias)
 
     def forward_flops(self, rows: int, columns: int, width: int, dim: int, extra: int = 0) -> float:
-        """See `ConnectorConfig.forward_flops`: of the matrices."""
+        """See `ConnectorConfig.forward_flops`; counts the matrices."""
         widths = self.widths(width, dim)
         return self.tokens(rows, columns, extra) * 2 * sum(a * b for a, b in pairwise(widths))
 
@@ -143,9 +143,9 @@ class AveragePoolConfig(WindowConfig):
 
 @connectors.register("pixel-shuffle")
 class PixelShuffleConfig(WindowConfig):
-    """All patches of a window side by side, then one matrix or two (Idefics3, arXiv:2408.12637).
+    """All patches of a window concatenated, then one matrix or two (Idefics3, arXiv:2408.12637).
 
-    Places of a window that are outside of the image are zeros.
+    Places of a window outside of the image are zeros.
     """
 
     bias: bool = False
@@ -193,13 +193,13 @@ class ResamplerConfig(ConnectorConfig):
     """Learnt tokens that attend to all features (Idefics2, arXiv:2405.02246): as many for any image size.
 
     Attributes:
-        latents: tokens of an image.
+        latents: number of visual tokens of an image.
         num_layers: blocks of attention and feed-forward.
         num_heads: query heads.
         num_kv_heads: key-value heads.
         head_dim: width of a head.
-        hidden: width of the gated feed-forward that features pass first; absent means 4 times the width of
-            the decoder.
+        hidden: width of the gated feed-forward that is applied to features first; absent means 4 times the
+            width of the decoder.
         eps: epsilon of the norms.
     """
 

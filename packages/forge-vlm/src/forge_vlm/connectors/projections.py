@@ -1,4 +1,4 @@
-"""Connectors that look at each feature alone. P features."""
+"""Connectors that map each feature to one token by itself. P features."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Projection(nn.Module):
-    """One matrix."""
+    """A connector with one matrix."""
 
     def __init__(self, width: int, dim: int, bias: bool) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Projection(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices, a nonlinearity between them."""
+    """A connector with two matrices and a nonlinearity between them."""
 
     def __init__(self, width: int, hidden: int, dim: int, activation: str, bias: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Learnt tokens that look at all features of an image. n images, N features of one, L latents, D width."""
+"""Learnt tokens that attend to all features of an image. n images, N features of one, L latents, D width."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge_vlm.encoders.positions import images_of
 
 
 class Layer(nn.Module):
-    """Latents look at features and at themselves, then a feed-forward; norms before both."""
+    """Attention of latents to features and latents, then a feed-forward; norms before both."""
 
     def __init__(self, config: ResamplerConfig, dim: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Layer(nn.Module):
         self.ffn = GatedFfn(dim, 4 * dim, "silu", bias=False)
 
     def forward(self, latents: Tensor, features: Tensor, mask: Tensor | LastKeys) -> Tensor:
-        """[n, L, D], given features [n, N, D] and a mask over them and the latents."""
+        """Update latents [n, L, D] from features [n, N, D], with a mask over features and latents."""
         normed = self.latents_norm(latents)
         seen = torch.cat([self.features_norm(features), normed], 1)
         query, key, value = (
@@ -49,7 +49,7 @@ class Layer(nn.Module):
 
 
 class Resampler(nn.Module):
-    """As `Idefics2Connector` of `transformers`."""
+    """A connector like `Idefics2Connector` of `transformers`."""
 
     roles: ClassVar[dict[str, Role]] = {"latents": "embedding"}
 

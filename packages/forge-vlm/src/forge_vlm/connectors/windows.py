@@ -1,4 +1,4 @@
-"""Connectors that make one token of a window of patches. P patches, V windows, W window, C width."""
+"""Connectors that compute one token from a window of patches. P patches, V windows, W window, C width."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forge_vlm.encoders.positions import images_of
 
 
 def by_image(features: Tensor, grids: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """What a function makes of images [n, rows, columns, C] of one size, [n, tokens, ...], all in order."""
+    """Apply `make` to images of equal size, [n, rows, columns, C] -> [n, tokens, ...]; keep their order."""
     images = images_of(grids)
     if len(set(images)) == 1:
         return make(features.unflatten(0, (-1, *images[0]))).flatten(0, 1)
@@ -25,24 +25,24 @@ def by_image(features: Tensor, grids: Tensor, make: Callable[[Tensor], Tensor]) 
 
 
 def windows(x: Tensor, window: int) -> Tensor:
-    """[n, rows, columns, C] -> [n, V, W * W, C], row by row in each; zeros where the image has ended."""
+    """[n, rows, columns, C] -> [n, V, W * W, C], row by row in each window; zeros outside of the image."""
     x = F.pad(x, (0, 0, 0, -x.shape[2] % window, 0, -x.shape[1] % window))
     cut = x.unflatten(2, (-1, window)).unflatten(1, (-1, window))
     return cut.transpose(2, 3).flatten(1, 2).flatten(2, 3)
 
 
 def is_inside(x: Tensor, window: int) -> Tensor:
-    """[1, V, W * W] bool: which places of the windows of images [n, rows, columns, C] are in the image."""
+    """Return [1, V, W * W] bool, which places in the windows of x [n, rows, columns, C] are in the image."""
     return windows(torch.ones_like(x[:1, :, :, :1]), window)[..., 0] > 0
 
 
 def means(cut: Tensor, inside: Tensor) -> Tensor:
-    """[n, V, W * W, C] -> [n, V, C], of the places inside."""
+    """Return the mean over the places inside of the image, [n, V, W * W, C] -> [n, V, C]."""
     return cut.sum(2) / inside.sum(-1, keepdim=True)
 
 
 class Pooled(nn.Module):
-    """Pools each window and projects it."""
+    """The base of connectors that pool each window and project it."""
 
     def __init__(self, window: int, projection: nn.Module) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Pooled(nn.Module):
 
 
 class AveragePool(Pooled):
-    """The mean of each window."""
+    """A connector that averages each window."""
 
     def pooled(self, x: Tensor) -> Tensor:
         """See `Pooled.pooled`."""
@@ -66,7 +66,7 @@ class AveragePool(Pooled):
 
 
 class PixelShuffle(Pooled):
-    """The patches of a window side by side. Order of `Idefics3Connector` of `transformers`."""
+    """A connector that concatenates the patches of a window, in the order of `Idefics3Connector`."""
 
     def pooled(self, x: Tensor) -> Tensor:
         """See `Pooled.pooled`."""
@@ -74,7 +74,7 @@ class PixelShuffle(Pooled):
 
 
 class AttentionalPool(Pooled):
-    """Attention over the patches of a window, with its mean as the query."""
+    """A connector with attention over the patches of a window; their mean is the query."""
 
     def __init__(self, window: int, width: int, num_heads: int, projection: nn.Module) -> None:
         super().__init__(window, projection)

@@ -1,1 +1,1 @@
-"""Towers that make features of images."""
+"""Vision towers, which compute features of images."""

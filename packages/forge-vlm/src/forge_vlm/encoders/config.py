@@ -41,11 +41,11 @@ class EncoderConfig(Config):
     std: Triple = (0.5, 0.5, 0.5)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width in pixels to which an image of so many pixels is resized."""
+        """Return height and width in pixels to which an image of so many pixels is resized."""
         raise NotImplementedError
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of patches of an image of so many pixels; what is over at its edges is cut off."""
+        """Return rows and columns of patches of an image; the rest at its edges is cut off."""
         high, wide = self.resized(height, width)
         return high // self.patch_size, wide // self.patch_size
 
@@ -56,24 +56,24 @@ class EncoderConfig(Config):
 
     @property
     def extra(self) -> int:
-        """Features of an image that are no patch, before those that are: of a class token that is kept."""
+        """Number of features of an image before those of patches, such as that of a kept class token."""
         return 0
 
     def extras(self, rows: int, columns: int) -> int:
-        """These features of an image of so many patches."""
+        """Return the number of such features of an image with so many patches."""
         return self.extra
 
     @property
     def width(self) -> int:
-        """Width of its features."""
+        """Width of the features."""
         raise NotImplementedError
 
     def build(self) -> nn.Module:
-        """A module (patches [P, 3 p p] uint8, grids [n, 3] on the host) -> [P + n extra, width]."""
+        """Build a module (patches [P, 3 p p] uint8, grids [n, 3] on the host) -> [P + n extra, width]."""
         raise NotImplementedError
 
     def forward_flops(self, rows: int, columns: int) -> float:
-        """Matmul FLOPs of a forward pass over one image of so many patches."""
+        """Return the matmul FLOPs of a forward pass over one image with so many patches."""
         raise NotImplementedError
 
 
@@ -123,7 +123,7 @@ class TowerConfig(EncoderConfig):
         """Lay the keys of `[model.encoder]` over those of the folder named by `from`.
 
         Raises:
-            ValueError: the folder holds no tower of this type.
+            ValueError: the folder has no tower of this type.
         """
         if not isinstance(tree.get("from"), str):
             return tree
@@ -151,18 +151,18 @@ class TowerConfig(EncoderConfig):
 
     @property
     def chosen_layers(self) -> Sequence[int]:
-        """The hidden states that are its features, as they are given."""
+        """The hidden states that form the features, with the numbers as given."""
         return self.layers if isinstance(self.layers, list) else (self.layers,)
 
     @property
     def normalizes(self) -> bool:
-        """Whether its features are normalized."""
+        """Whether the features are normalized."""
         last = len(self.chosen_layers) == 1 and self.chosen_layers[0] in (-1, self.num_layers)
         return last and self.normalizes_last if self.post_norm is None else self.post_norm
 
     @property
     def depth(self) -> int:
-        """Blocks that are computed."""
+        """Number of blocks that are computed."""
         return max(layer % (self.num_layers + 1) for layer in self.chosen_layers)
 
     @property
@@ -171,15 +171,15 @@ class TowerConfig(EncoderConfig):
         return self.side
 
     def ffn(self) -> FfnConfig:
-        """The feed-forward of its blocks."""
+        """Return the feed-forward of the blocks."""
         return MLPConfig(dim=self.ffn_dim, bias=True, activation=self.activation)
 
     def block(self) -> BlockConfig:
-        """How parts make a block."""
+        """Return how parts form a block."""
         return StandardBlockConfig()
 
     def layer(self) -> LayerConfig:
-        """The parts of a block."""
+        """Return the parts of a block."""
         return LayerConfig(
             attention=GroupedQueryConfig(num_heads=self.num_heads, bias=True, output_bias=True),
             ffn=self.ffn(),

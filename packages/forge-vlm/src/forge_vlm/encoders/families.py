@@ -1,4 +1,4 @@
-"""Towers of published models, as `[model.encoder]` names them. Imports no torch."""
+"""Towers of published models, by their names in `[model.encoder]`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ IMAGENET_STD: Triple = (0.229, 0.224, 0.225)
 
 @encoders.register("clip")
 class CLIPConfig(FixedConfig):
-    """The tower of CLIP (arXiv:2103.00020); absent keys are those of ViT-L/14 at 336 pixels.
+    """The tower of CLIP (arXiv:2103.00020); the defaults are those of ViT-L/14 at 336 pixels.
 
     Attributes:
-        class_token: whether the features of an image begin with that of the class token.
+        class_token: whether the feature of the class token comes before the other features of an image.
     """
 
     has_class_token: ClassVar[bool] = True
@@ -55,7 +55,7 @@ class CLIPConfig(FixedConfig):
 class SiglipConfig(FixedConfig):
     """The tower of SigLIP, and of SigLIP 2 of fixed size, without its head (arXiv:2303.15343, 2502.14786).
 
-    Absent keys are those of B/16 at 224 pixels.
+    The defaults are those of B/16 at 224 pixels.
     """
 
     image_size: Count = 224
@@ -70,7 +70,7 @@ class SiglipConfig(FixedConfig):
 class Idefics3TowerConfig(SiglipConfig):
     """The tower of Idefics3 and SmolVLM (arXiv:2408.12637).
 
-    It is that of SigLIP, but positions are looked up by their fraction of the image (arXiv:2307.06304).
+    It is that of SigLIP, but looks positions up by their fraction of the image (arXiv:2307.06304).
     """
 
     resize_positions: ClassVar[Literal["bicubic", "bilinear", "nearest"]] = "nearest"
@@ -81,7 +81,7 @@ class Siglip2Config(TowerConfig):
     """The tower of SigLIP 2 NaFlex (arXiv:2502.14786): images keep their aspect ratio.
 
     Attributes:
-        max_patches: an image is made as large as so many patches allow.
+        max_patches: most patches of an image, which is resized to use as many as fit.
         positions: rows, and columns, of the table of positions, which is resized to each image (bilinear).
     """
 
@@ -96,9 +96,9 @@ class Siglip2Config(TowerConfig):
     positions: Count = 16
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """See `EncoderConfig.resized`: as `Siglip2ImageProcessor` of `transformers`, to the last bit.
+        """See `EncoderConfig.resized`; equals `Siglip2ImageProcessor` of `transformers` bit for bit.
 
-        The scale is found by halving an interval, so that it is not the largest that fits exactly.
+        The scale is found by bisection, so that it is not exactly the largest that fits.
         """
         low, high = 1e-6, 100.0
         while high - low >= 1e-5:
@@ -122,10 +122,10 @@ class Siglip2Config(TowerConfig):
 
 
 class ScaledBlockConfig(BlockConfig):
-    """The standard block with a learnt factor for each channel of what its parts return.
+    """The standard block with a learnt factor for each channel of the output of its parts.
 
     Attributes:
-        initial: the factor at the start.
+        initial: initial value of the factors.
     """
 
     initial: Positive = 1.0
@@ -139,13 +139,13 @@ class ScaledBlockConfig(BlockConfig):
 
 @encoders.register("dinov2")
 class Dinov2Config(FixedConfig):
-    """The tower of DINOv2 (arXiv:2304.07193); absent keys are those of B/14 at 224 pixels.
+    """The tower of DINOv2 (arXiv:2304.07193); the defaults are those of B/14 at 224 pixels.
 
     Attributes:
-        class_token: whether the features of an image begin with that of the class token.
+        class_token: whether the feature of the class token comes before the other features of an image.
         ffn_type: `mlp`, or `swiglu` as in the giant model.
         qkv_bias: biases on queries, keys and values.
-        layer_scale: the learnt factors of what each part returns, at the start.
+        layer_scale: initial value of the learnt factors on the output of attention and feed-forward.
     """
 
     has_class_token: ClassVar[bool] = True
@@ -185,19 +185,19 @@ class Dinov2Config(FixedConfig):
 
 
 def canvases_of(tiles: int) -> list[tuple[int, int]]:
-    """Rows and columns of canvases of at most so many tiles, in the order in which Mllama counts them."""
+    """Return rows and columns of canvases of at most so many tiles, in the order in which Mllama has them."""
     sizes = range(1, tiles + 1)
     return [(rows, columns) for rows in sizes for columns in sizes if rows * columns <= tiles]
 
 
 @encoders.register("mllama")
 class MllamaTowerConfig(FixedConfig):
-    """The tower of Llama 3.2 Vision (arXiv:2407.21783 section 7.1), which is given an image in tiles.
+    """The tower of Llama 3.2 Vision (arXiv:2407.21783 section 7.1), which gets an image in tiles.
 
     Attributes:
-        layers: hidden states that are put beside that of the last block.
-        global_layers: gated blocks behind the `num_layers` others.
-        max_tiles: an image is laid on a canvas of at most so many tiles of `image_size`, in rows and columns.
+        layers: hidden states that are concatenated to that of the last block.
+        global_layers: number of gated blocks after the other `num_layers` blocks.
+        max_tiles: most tiles, each of `image_size`, of the canvas (rows and columns of tiles) of an image.
     """
 
     has_class_token: ClassVar[bool] = True
@@ -235,7 +235,7 @@ class MllamaTowerConfig(FixedConfig):
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """See `EncoderConfig.resized`: the canvas, as `get_optimal_tiled_canvas` of transformers chooses it.
 
-        It is the one on which an image has to grow least; where it has to shrink on all, least of all.
+        It is the canvas on which the image grows least or, if it must shrink on all, shrinks least.
         """
         size = self.image_size
         scales = {one: min(one[0] * size / height, one[1] * size / width) for one in self.canvases}
@@ -269,7 +269,7 @@ class MllamaTowerConfig(FixedConfig):
         return MllamaTower(self)
 
     def forward_flops(self, rows: int, columns: int) -> float:
-        """See `EncoderConfig.forward_flops`: a canvas is filled up."""
+        """See `EncoderConfig.forward_flops`; includes the padding of a canvas."""
         layer, tokens = self.layer(), self.max_tiles * ((self.side**2 + 8) // 8 * 8)
         block = layer.block.forward_flops(layer, self.dim, tokens, causal=False)
         patches = rows * columns * 2 * 3 * self.patch_size**2 * self.dim

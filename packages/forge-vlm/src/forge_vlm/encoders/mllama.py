@@ -21,7 +21,7 @@ from forge_vlm.fusion.cross_attention import Gate
 
 
 class TileTable(nn.Module):
-    """Learnt vectors for each tile, others for each shape of a canvas, behind a gate."""
+    """Gated learnt vectors for each tile, separate for each shape of a canvas."""
 
     roles: ClassVar[dict[str, Role]] = {"weight": "embedding"}
 
@@ -32,7 +32,7 @@ class TileTable(nn.Module):
         self.gate = Gate(0.0)
 
     def forward(self, shapes: Sequence[int]) -> Tensor:
-        """[n, C, vectors, D] for canvases of shapes of these numbers."""
+        """Return [n, C, vectors, D] for canvases, given the indices of their shapes."""
         return self.gate(torch.stack([self.weight[shape] for shape in shapes])).unflatten(
             1, (self.tiles, -1, self.dim)
         )
@@ -47,10 +47,10 @@ class GatedBlock(Block):
 
 
 class MllamaTower(Tower):
-    """As `MllamaVisionModel` of transformers: tiles of a canvas see each other, and gated blocks come last.
+    """A tower like `MllamaVisionModel` of transformers: tiles of a canvas see each other, gated blocks last.
 
-    Canvases are filled up to `max_tiles`, and tiles to whole eights of patches; real patches see what was
-    added, which sees the real ones only. Features of added ones are left out.
+    Canvases are padded to `max_tiles` tiles, and tiles to a multiple of eight patches. Real patches see the
+    padding, padding sees real patches only. The result has no features of padding.
     """
 
     config: MllamaTowerConfig
@@ -87,7 +87,7 @@ class MllamaTower(Tower):
         return torch.cat([one[:count].flatten(0, 1) for one, count in zip(x, counts, strict=True)])
 
     def _tiles(self, x: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
-        """[P, D] of canvases row by row -> [n, C, N - 1, D], zeros for tiles that are not there."""
+        """Cut canvases [P, D], stored row by row, into tiles [n, C, N - 1, D]; zeros for absent tiles."""
         side, found = self.config.side, []
         canvases = x.split([rows * columns * side * side for rows, columns in shapes])
         for one, (rows, columns) in zip(canvases, shapes, strict=True):
@@ -96,7 +96,7 @@ class MllamaTower(Tower):
         return torch.stack(found)
 
     def _blocks(self, x: Tensor, mask: Tensor, numbers: Sequence[int]) -> Tensor:
-        """[n, C, M, D] -> [n, C, M, width]: the last states, then those of `layers` channel by channel."""
+        """[n, C, M, D] -> [n, C, M, width]: the last states, then those of `layers`, channel by channel."""
         context, (tiles, found), first = Context(None, mask), (x.shape[1], {}), self.config.num_layers
         x = x.flatten(1, 2)
         for number, block in enumerate(self.layers.values()):

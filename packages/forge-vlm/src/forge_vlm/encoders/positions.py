@@ -1,4 +1,4 @@
-"""Learnt positions of patches, for images of other sizes than those of the table. D width."""
+"""Learnt positions of patches, also for images of another size than the table. D width."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 
 def images_of(grids: Tensor) -> list[tuple[int, int]]:
-    """Rows and columns of patches of each image of grids [n, 3] frames, rows, columns; frames are images."""
+    """Return rows and columns of patches for each frame of grids [n, 3] (frames, rows, columns)."""
     return [(rows, columns) for frames, rows, columns in grids.tolist() for _ in range(frames)]
 
 
 class Positions(nn.Module):
-    """A learnt vector for each place of a square image, and for the class token before them.
+    """A learnt vector for each place of a square image, after one for the class token.
 
     Args:
         side: rows and columns of the table.
-        extra: vectors before those of the places.
+        extra: number of vectors before those of the places.
         dim: D.
-        resize: what an image of another size is given: `bicubic`, as DINOv2, and CLIP and SigLIP where they
-            are asked to interpolate; `bilinear` with antialiasing, as SigLIP 2, also for the same size; or
-            those of the `nearest` fraction of the image, as Idefics2 and 3.
+        resize: how the table is resized for an image of another size: `bicubic`, as DINOv2, and as CLIP and
+            SigLIP if they are asked to interpolate; `bilinear` with antialiasing, as SigLIP 2, also for
+            the same size; or `nearest`, by the fraction of the image, as Idefics2 and 3.
     """
 
     roles: ClassVar[dict[str, Role]] = {"weight": "embedding"}
@@ -36,7 +36,7 @@ class Positions(nn.Module):
         self.weight = nn.Parameter(torch.empty(extra + side * side, dim))
 
     def forward(self, x: Tensor, images: Sequence[tuple[int, int]]) -> Tensor:
-        """[P, D] -> [P, D]: patches of images of so many rows and columns; of none: what comes before."""
+        """Add positions to patches [P, D] of images of these sizes or, without images, to class tokens."""
         if not images:
             return x + self.weight[: self.extra]
         if len(set(images)) == 1:
@@ -44,7 +44,7 @@ class Positions(nn.Module):
         return x + torch.cat([self.table(*image) for image in images])
 
     def table(self, rows: int, columns: int) -> Tensor:
-        """[rows * columns, D]; what is interpolated is computed in float32, as `transformers` does."""
+        """Return [rows * columns, D]; interpolation runs in float32, as in `transformers`."""
         places = self.weight[self.extra :]
         if self.resize == "nearest":
             return places[self._nearest(rows)[:, None] * self.side + self._nearest(columns)].flatten(0, 1)
@@ -61,7 +61,7 @@ class Positions(nn.Module):
         return resized[0].flatten(1).T.to(places.dtype)
 
     def _nearest(self, number: int) -> Tensor:
-        """[number]: the row, or column, of the table for each of an image; rounded as `transformers` does."""
+        """Return the row (or column) of the table for each of `number` rows, rounded as in `transformers`."""
         device = self.weight.device
         bounds = torch.arange(1 / self.side, 1.0, 1 / self.side, device=device)
         step = 1.0 / torch.full((), float(number), device=device)

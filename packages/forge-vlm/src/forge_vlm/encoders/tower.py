@@ -1,4 +1,4 @@
-"""Vision transformers of forge-model's parts. n images, N patches of one, P of all, D width."""
+"""Vision transformers built of parts of forge-model. n images, N patches of one, P of all, D width."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class ClassToken(nn.Module):
 
 
 class Tower(Model):
-    """Patches, positions, blocks that see all of their image and nothing of others, a norm.
+    """Patches, positions, blocks in which patches see all of their own image only, and a norm.
 
-    While none of its parameters is trained, nothing is saved for a backward pass: pixels need no gradient.
+    If none of its parameters is trained, nothing is saved for a backward pass: pixels need no gradient.
     """
 
     def __init__(self, config: TowerConfig) -> None:
@@ -81,14 +81,14 @@ class Tower(Model):
         self.norm.requires_grad_(config.normalizes)
 
     def forward(self, patches: Tensor, grids: Tensor) -> Tensor:
-        """Features of all images in their order.
+        """Return the features of all images in their order.
 
         Args:
             patches: [P, 3 p p] uint8.
             grids: [n, 3] frames, rows, columns of each image, on the host; sizes may differ.
 
         Returns:
-            [P, width]; with a class token that is kept, one more before those of each image.
+            [P, width]; plus one row before those of each image if the class token is kept.
         """
         images = images_of(grids)
         sizes = [rows * columns for rows, columns in images]
@@ -110,7 +110,7 @@ class Tower(Model):
         return torch.cat([one[: size + self.config.extra] for one, size in zip(features, sizes, strict=True)])
 
     def _features(self, x: Tensor, doc_ids: Tensor | None) -> Tensor:
-        """[n, N, D] -> [n, N, width]; tokens of other ids are not seen."""
+        """[n, N, D] -> [n, N, width]; tokens see only tokens with their own id."""
         context = Context(
             None, softmax_attention.resolve(Mask(x.shape[1], x.device, doc_ids, causal=False), None)
         )
@@ -131,7 +131,7 @@ class Tower(Model):
         return {f"layers.{name}": block for name, block in self.layers.items()}
 
     def normalized(self, patches: Tensor) -> Tensor:
-        """Pixels as the tower was trained on them, in the dtype of its weights."""
+        """Normalize pixels as in the training of the tower, in the dtype of its weights."""
         # made on the device: a copy from the host would wait for it
         mean, std = (
             torch.cat([torch.full((1,), value, device=patches.device) for value in values])

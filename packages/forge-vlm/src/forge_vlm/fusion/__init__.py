@@ -1,1 +1,1 @@
-"""How a decoder is given visual tokens."""
+"""Fusions: ways in which a decoder gets visual tokens."""

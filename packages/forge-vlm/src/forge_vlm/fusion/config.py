@@ -17,9 +17,9 @@ class FusionConfig(Config):
     """Interface of `[model.fusion]`.
 
     Attributes:
-        host: those of `arrays` that stay in the memory of the host.
-        passed_on: the side input of blocks [B, `tokens_beside`, D] that the module of the fusion makes, and
-            that the first stage of a pipeline passes on to the others.
+        host: names of `arrays` that stay in host memory.
+        passed_on: name of the side input of blocks [B, `tokens_beside`, D] that the module of the fusion
+            computes and the first pipeline stage passes to later ones.
     """
 
     host: ClassVar[frozenset[str]] = frozenset()
@@ -27,58 +27,58 @@ class FusionConfig(Config):
 
     @property
     def tokens_beside(self) -> int:
-        """Most visual tokens of a sequence, given beside its tokens; 0 where they stand among them."""
+        """Most visual tokens of a sequence if they are beside its tokens; 0 if they are among them."""
         return 0
 
     @property
     def ids_behind(self) -> int:
-        """How many ids behind the vocabulary may be that of the token at places; see `image_token_id`."""
+        """Number of ids after the vocabulary that may be the image token; see `image_token_id`."""
         return 0
 
     def decoder(self, config: DecoderConfig) -> DecoderConfig:
-        """The decoder that is built: the one of the configuration, with the blocks that the fusion needs.
+        """Return the decoder of the configuration with the blocks that the fusion needs.
 
         Raises:
-            ValueError: the fusion cannot be put into it.
+            ValueError: the fusion does not fit this decoder.
         """
         return config
 
     def seed_of(self, name: str) -> str | None:
-        """The weight of the decoder without images from which one of `decoder` starts; None if none does."""
+        """Return the weight of the text decoder that initializes a weight of `decoder`; None if none does."""
         return name
 
     def is_of_images(self, name: str) -> bool:
-        """Whether images alone reach a module of `decoder`: a run without any does not train it.
+        """Whether only images use a module of `decoder`, so that a run without images does not train it.
 
         Args:
-            name: of the module, with `*` for numbers, such as `layers.*.ffn`; modules inside of it are asked
-                for too.
+            name: name of the module, with `*` for numbers, such as `layers.*.ffn`; also called with the
+                modules inside of it.
         """
         return False
 
     def build(self, dim: int) -> nn.Module:
-        """A module that makes inputs of a decoder, `dim` wide, of visual tokens; see `fusion.joint.Joint`."""
+        """Build a module that makes decoder inputs of visual tokens, `dim` wide; see `fusion.joint.Joint`."""
         raise NotImplementedError
 
     def places(self, visual_tokens: int) -> int:
-        """Tokens of a sequence that stand for an image of so many visual tokens."""
+        """Return the number of tokens in a sequence that stand for an image with so many visual tokens."""
         return visual_tokens
 
     def arrays(
         self, places: np.ndarray, images: np.ndarray, doc_ids: np.ndarray, counts: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """What the model takes of a sequence beside `image_index` and `image_places`, by name; or these.
+        """Return the model inputs of a sequence besides, or in place of, `image_index` and `image_places`.
 
         Args:
             places: [T] int64, 0 for text, else 1 + the number of the place in the sequence.
             images: [T] int64, 0 for text, else 1 + the number of the image in the sequence.
             doc_ids: [T] int64, the sample of each token, not falling; -1 for padding at the end.
-            counts: the visual tokens of each image of the sequence.
+            counts: number of visual tokens of each image of the sequence.
         """
         return {}
 
     def prompt_arrays(self, prompt: np.ndarray, doc_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """What the model takes beside `arrays`, made of which tokens are read and which are to be written.
+        """Return the model inputs besides `arrays` that depend on which tokens are prompt and which answer.
 
         Args:
             prompt: [T] bool, the tokens before the first target of their sample; images are among them.
@@ -87,36 +87,36 @@ class FusionConfig(Config):
         return {}
 
     def by_token(self) -> Sequence[str]:
-        """The names in `arrays` and `prompt_arrays` with a value for each token."""
+        """Return the names in `arrays` and `prompt_arrays` with a value for each token."""
         return ()
 
     def side_inputs(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the decoder takes beside tokens, made of the inputs of the model; on each stage of a pipeline.
+        """Return the decoder inputs besides tokens, from the model inputs; called on each pipeline stage.
 
         Args:
             tokens: [B, T].
-            inputs: of the model; those of `arrays` are missing where there is no image at all.
+            inputs: inputs of the model; without those of `arrays` if there is no image at all.
         """
         return dict(inputs)
 
     def after_prompt(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Side inputs of the tokens that are written after a prompt, one at a time.
+        """Return the side inputs of the tokens that are generated after a prompt, one at a time.
 
         Args:
             tokens: [B, T] the prompts.
-            inputs: the side inputs that the decoder was given with them.
+            inputs: the side inputs that the decoder got with them.
         """
         return {}
 
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:
-        """See `ModelConfig.require_axes`; the blocks of the decoder are asked beside."""
+        """See `ModelConfig.require_axes`; the blocks of the decoder are checked separately."""
 
     def other_flops(self, decoder: DecoderConfig, visual_tokens: int) -> float:
-        """Matmul FLOPs of a forward pass over so many visual tokens, beside those that the decoder counts.
+        """Return the matmul FLOPs of a forward pass over visual tokens that the decoder does not count.
 
         Args:
-            decoder: what `decoder` made.
-            visual_tokens: of a batch.
+            decoder: result of `decoder`.
+            visual_tokens: number of visual tokens of a batch.
         """
         return 0.0
 
@@ -126,12 +126,12 @@ fusions = Registry("fusion", FusionConfig, default="joint")
 
 @fusions.register("joint")
 class JointConfig(FusionConfig):
-    """Visual tokens take the places of tokens, and the decoder sees one sequence (LLaVA, arXiv:2304.08485).
+    """Visual tokens replace the tokens at image places of one sequence (LLaVA, arXiv:2304.08485).
 
     Attributes:
-        attention: what a visual token sees: `causal` as text does, or all of its `image`, in both directions;
-            or that all tokens of a prompt, `prefix`, see each other, visual ones and those of its text, which
-            end at the first target (PaliGemma, arXiv:2407.07726 figure 2).
+        attention: which tokens a visual token sees: earlier ones, as text does (`causal`); or also all of its
+            `image`, in both directions; or, with `prefix`, all tokens of a prompt see each other, visual ones
+            and those of its text, which ends at the first target (PaliGemma, arXiv:2407.07726 figure 2).
     """
 
     attention: Literal["causal", "image", "prefix"] = "causal"

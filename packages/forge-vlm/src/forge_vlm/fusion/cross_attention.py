@@ -1,4 +1,4 @@
-"""Gated layers that look at visual tokens. B batch, T tokens, S visual tokens of a row, D width, H head."""
+"""Gated layers that attend to visual tokens. B batch, T tokens, S visual tokens of a row, D width, H head."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Place(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
-        """[B, T, D] with it wherever index [B, T] is not 0."""
+        """Replace [B, T, D] by the embedding wherever index [B, T] is not 0."""
         return torch.where(index[..., None] > 0, self.weight, x)
 
 
 class Beside(nn.Module):
-    """Visual tokens beside the embeddings, which stay as they are, but for a `Place` where it has a width."""
+    """Passes visual tokens beside the embeddings; a `Place` changes these if `place` sets its width."""
 
     def __init__(self, room: int, place: int | None = None) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class Beside(nn.Module):
         self.tensor_roles = {} if place is None else {"place": "unsharded"}
 
     def forward(self, x: Tensor, features: Tensor, index: Tensor, counts: Tensor) -> dict[str, Tensor]:
-        """Inputs of the decoder: `image_features` [B, S, D], those of each row first, then zeros.
+        """Return decoder inputs with `image_features` [B, S, D]: the visual tokens of each row, then zeros.
 
         Args:
             x: [B, T, D] embeddings.
             features: [V, D] visual tokens of all sequences in their order; at least one.
             index: [B, T] 0 for text.
-            counts: [B] visual tokens of each row.
+            counts: [B] number of visual tokens of each row.
         """
         place = torch.arange(self.room, device=x.device)
         before = counts.cumsum(0) - counts
@@ -63,9 +63,9 @@ class Sight(NamedTuple):
     """The visual tokens that each token may attend to.
 
     Attributes:
-        visible: [B, 1, T, S] bool; a row of which none is visible has all.
-        attends: [B, T, 1] bool, whether attention gives a token anything.
-        sees: [B, T, 1] bool, whether it sees an image.
+        visible: [B, 1, T, S] bool; all true for a token that may attend to none.
+        attends: [B, T, 1] bool, whether the output of attention is used for a token.
+        sees: [B, T, 1] bool, whether a token sees an image.
     """
 
     visible: Tensor
@@ -74,7 +74,7 @@ class Sight(NamedTuple):
 
     @classmethod
     def of(cls, window: Tensor, room: int, blind: str) -> Sight:
-        """From `image_window` [B, 2, T]; see `CrossAttentionConfig.arrays`."""
+        """Build it from `image_window` [B, 2, T]; see `CrossAttentionConfig.arrays`."""
         first, end = window[..., None].unbind(1)
         sees = attends = end > first
         if blind == "mllama":
@@ -86,7 +86,7 @@ class Sight(NamedTuple):
 
 
 class Gate(nn.Module):
-    """tanh(weight) x, one number for all."""
+    """tanh(weight) x, with one weight for all channels."""
 
     roles: ClassVar[dict[str, Role]] = {"weight": "bias"}
 
@@ -101,7 +101,7 @@ class Gate(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """From tokens to visual tokens: heads of both are normalized, and have no positions."""
+    """Attention from tokens to visual tokens: queries and keys are normalized and have no positions."""
 
     residual_writers: ClassVar[tuple[str, ...]] = ("wo.weight",)
     tensor_roles: ClassVar[dict[str, str]] = {
@@ -127,10 +127,10 @@ class CrossAttention(nn.Module):
         """[B, T, D] and [B, S, D] -> [B, T, D].
 
         Args:
-            x: the residual stream, normalized.
+            x: the normalized residual stream.
             features: visual tokens.
-            visible: [B, 1, T, S] bool, at least one in each row.
-            cache: keeps keys and values of the visual tokens, which are then made once.
+            visible: [B, 1, T, S] bool, at least one true for each token.
+            cache: keeps keys and values of the visual tokens, so that they are computed once.
         """
         query = self.q_norm(self._heads(self.wq(x)))
         if cache is None:
@@ -179,7 +179,7 @@ class CrossLayer(nn.Module):
 
 
 class CrossBlock(Block):
-    """A gated layer, then a standard block, whose parameters have the names that they have without it.
+    """A gated layer, then a standard block, whose parameters keep the names of a plain standard block.
 
     Attributes:
         cross: the gated layer.

@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 RESERVED = 8
-"""Rows of the embedding of Mllama behind its vocabulary, of which one is that of the image token."""
+"""Number of rows after the vocabulary in the embedding of Mllama; one of them is the image token."""
 
 Count = Annotated[int, Meta(ge=1)]
 
 
 @blocks.register("cross-attention")
 class CrossBlockConfig(StandardBlockConfig):
-    """A standard block after a gated layer that looks at visual tokens; see `CrossAttentionConfig`.
+    """A standard block after a gated layer that attends to visual tokens; see `CrossAttentionConfig`.
 
     Attributes:
-        visual_tokens: that each sequence is given, S.
-        num_heads: query heads; absent means as the attention of the layer, so the next two.
+        visual_tokens: number S of visual tokens of each sequence, padding included.
+        num_heads: query heads; absent means as in the attention of the layer, also for the next two keys.
         num_kv_heads: key-value heads.
         head_dim: width of a head.
-        ffn: of the gated layer; absent means one like that of the layer.
-        gate_init: what both gates start at; what is behind a gate is multiplied by its tanh.
-        blind: what a token gets that sees no image.
+        ffn: feed-forward of the gated layer; absent means one like that of the layer.
+        gate_init: initial value of both gates; a gate multiplies its input by its tanh.
+        blind: result for a token that sees no image.
     """
 
     needs: ClassVar[Needs] = {"image_features": "other", "image_window": "token"}
@@ -56,7 +56,7 @@ class CrossBlockConfig(StandardBlockConfig):
     blind: Literal["nothing", "mllama"] = "nothing"
 
     def heads(self, layer: LayerConfig) -> GroupedQueryConfig:
-        """How many heads the gated layer has, and of what width if that is not a share of the model's.
+        """Return number of heads of the gated layer, and their width unless it is the default.
 
         Raises:
             ValueError: the layer has no heads to inherit.
@@ -74,12 +74,12 @@ class CrossBlockConfig(StandardBlockConfig):
         return GroupedQueryConfig(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
 
     def attention(self, layer: LayerConfig, dim: int) -> GroupedQueryConfig:
-        """The heads of the gated layer, all defaults resolved; raises what `heads` does."""
+        """Return the heads of the gated layer, all defaults resolved; raises the errors of `heads`."""
         heads = self.heads(layer)
         return replace(heads, head_dim=heads.head_width(dim))
 
     def feed_forward(self, layer: LayerConfig) -> FfnConfig:
-        """The feed-forward of the gated layer."""
+        """Return the feed-forward of the gated layer."""
         return self.ffn or layer.ffn
 
     def build(self, layer: LayerConfig, dim: int) -> nn.Module:
@@ -89,7 +89,7 @@ class CrossBlockConfig(StandardBlockConfig):
         return CrossBlock(self, layer, dim)
 
     def forward_flops(self, layer: LayerConfig, dim: int, tokens: int, causal: bool) -> float:
-        """See `BlockConfig.forward_flops`: a token looks at all places of visual tokens, filled or not."""
+        """See `BlockConfig.forward_flops`; a token attends to all places of visual tokens, filled or not."""
         heads = self.attention(layer, dim)
         width, kv_width = (n * heads.head_width(dim) for n in (heads.num_heads, heads.kv_heads))
         keys = 4 * dim * kv_width * self.visual_tokens / tokens
@@ -112,27 +112,27 @@ class CrossBlockConfig(StandardBlockConfig):
 
 @fusions.register("cross-attention")
 class CrossAttentionConfig(FusionConfig):
-    """Text alone is the residual stream; gated layers before some blocks look at visual tokens.
+    """The residual stream has text only; gated layers before some blocks attend to visual tokens.
 
-    An image takes one token of a sequence, where it stands. Flamingo, arXiv:2204.14198; Llama 3,
+    An image takes one token of a sequence, at its place. Flamingo, arXiv:2204.14198; Llama 3,
     arXiv:2407.21783 section 7; the layers are those of `MllamaTextModel` of transformers.
 
     Attributes:
-        layers: before which blocks: an index or a slice as in Python, or several with commas; "3::4" is every
-            fourth from the fourth on.
+        layers: blocks after a gated layer: an index or a slice as in Python, or several with commas; "3::4"
+            is every fourth from the fourth on.
         max_visual_tokens: S, room for visual tokens in a sequence. All of it is computed, filled or not.
         num_heads: query heads of the gated layers; absent means as in the attention of their block.
         num_kv_heads: key-value heads; absent means the same, or as many as `num_heads` if that is given.
         head_dim: width of a head.
         ffn: feed-forward of the gated layers; absent means one like that of their block.
-        gate_init: what the gates start at, before their tanh. 0 leaves a text decoder what it was, and learns
-            slowly from scratch, where 0.5 is better.
-        sees: `all`: text sees all images of its sample before it; `latest`: those of the last run of images
-            without text between them, as Mllama.
-        blind: what a token gets that sees no image: `nothing`, or what it gets in `mllama`: its attention
-            sees all images of its sample, later ones too, and only the feed-forward is left out.
-        place: what stands in the sequence for an image: a `token`, that of the end of a document or of an
-            image; or a vector of its own, `learned`, as in Mllama.
+        gate_init: initial value of the gates, before their tanh. 0 keeps the text decoder unchanged at first,
+            but learns slowly from scratch, where 0.5 is better.
+        sees: which images text sees: `all` images of its sample before it, or the `latest`: the last run of
+            images without text between them, as in Mllama.
+        blind: result for a token that sees no image: `nothing`; or, as in `mllama`, its attention sees all
+            images of its sample, later ones too, and only the feed-forward is left out.
+        place: embedding at the place of an image: that of a `token`, which ends a document or is the image
+            token; or a vector of its own, `learned`, as in Mllama.
     """
 
     passed_on: ClassVar[str] = "image_features"
@@ -155,7 +155,7 @@ class CrossAttentionConfig(FusionConfig):
 
     @property
     def ids_behind(self) -> int:
-        """See `FusionConfig.ids_behind`: Mllama has so many rows there."""
+        """See `FusionConfig.ids_behind`; the number of such rows in Mllama."""
         return RESERVED if self.place == "learned" else 0
 
     def decoder(self, config: DecoderConfig) -> DecoderConfig:
@@ -182,11 +182,11 @@ class CrossAttentionConfig(FusionConfig):
         return replace(config, overrides=[*config.overrides, override])
 
     def blocks(self, num_layers: int) -> list[int]:
-        """The blocks, rising, before which gated layers stand."""
+        """Return the blocks after gated layers, rising."""
         return sorted({*LayerOverride(layers=self.layers).indices(num_layers)})
 
     def _require(self, index: int, layer: LayerConfig, block: CrossBlockConfig, dim: int) -> None:
-        """See that a gated layer can stand before a block."""
+        """Check that a gated layer can stand before a block."""
         if type(layer.block) is not StandardBlockConfig:
             raise ValueError(
                 f"fusion.layers names layer {index}, whose block is a {type(layer.block).__name__}; gated "
@@ -202,11 +202,11 @@ class CrossAttentionConfig(FusionConfig):
         block.attention(layer, dim)
 
     def seed_of(self, name: str) -> str | None:
-        """See `FusionConfig.seed_of`: gated layers are new."""
+        """See `FusionConfig.seed_of`; gated layers are new."""
         return None if ".cross." in name else name
 
     def is_of_images(self, name: str) -> bool:
-        """See `FusionConfig.is_of_images`: gated layers."""
+        """See `FusionConfig.is_of_images`; true for gated layers."""
         return name.endswith(".cross")
 
     def build(self, dim: int) -> nn.Module:
@@ -216,7 +216,7 @@ class CrossAttentionConfig(FusionConfig):
         return Beside(self.max_visual_tokens, dim if self.place == "learned" else None)
 
     def places(self, visual_tokens: int) -> int:
-        """See `FusionConfig.places`: one, whatever the image."""
+        """See `FusionConfig.places`; one for any image."""
         return 1
 
     def arrays(
@@ -224,8 +224,8 @@ class CrossAttentionConfig(FusionConfig):
     ) -> dict[str, np.ndarray]:
         """See `FusionConfig.arrays`.
 
-        `image_window` [2, T] int64: the first visual token of the sequence that a token sees, and the end of
-        those; where it sees none, the end and the first of those of its sample.
+        `image_window` [2, T] int64: first and end index, in the sequence, of the visual tokens that a token
+        sees; if it sees none, end and first index of those of its sample.
 
         Raises:
             ValueError: there is no room for the visual tokens.
@@ -263,7 +263,7 @@ class CrossAttentionConfig(FusionConfig):
         return {**inputs, "image_window": none}
 
     def after_prompt(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """See `FusionConfig.after_prompt`: the images that the last prompt token sees."""
+        """See `FusionConfig.after_prompt`; passes the images that the last prompt token sees."""
         return {
             "image_features": inputs["image_features"],
             "image_window": inputs["image_window"][..., -1:],

@@ -1,4 +1,4 @@
-"""The joint decoder: visual tokens take the places of tokens. B batch, T tokens, V visual tokens, D width."""
+"""The joint decoder: visual tokens replace tokens. B batch, T tokens, V visual tokens, D width."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 
 class Merge(nn.Module):
-    """Puts features where an index says; its role under tensor parallelism is `merge`."""
+    """Writes features at the places of an index; its role under tensor parallelism is `merge`."""
 
     def forward(self, x: Tensor, features: Tensor, index: Tensor) -> Tensor:
-        """[B, T, D] with row index - 1 of [V, D] wherever index [B, T] is not 0."""
+        """Replace [B, T, D] by row index - 1 of [V, D] wherever index [B, T] is not 0."""
         return torch.where(index[..., None] > 0, features[(index - 1).clamp(min=0)].to(x.dtype), x)
 
 
 class Joint(nn.Module):
-    """Replaces embeddings."""
+    """Replaces embeddings at image places by visual tokens."""
 
     tensor_roles: ClassVar[dict[str, str]] = {"merge": "merge"}
 
@@ -26,13 +26,13 @@ class Joint(nn.Module):
         self.merge = Merge()
 
     def forward(self, x: Tensor, features: Tensor, index: Tensor, counts: Tensor) -> dict[str, Tensor]:
-        """Inputs of the decoder.
+        """Return the inputs of the decoder.
 
         Args:
             x: [B, T, D] embeddings.
             features: [V, D] visual tokens of all sequences in their order; at least one.
             index: [B, T] 0 for text, else 1 + the number of the visual token in its row.
-            counts: [B] visual tokens of each row.
+            counts: [B] number of visual tokens of each row.
         """
         before = (counts.cumsum(0) - counts)[:, None]
         return {"hidden": self.merge(x, features, torch.where(index > 0, index + before, 0))}

@@ -1,4 +1,4 @@
-"""Blocks of which each modality has its own weights. B batch, T tokens, N = B T rows, D width, H head."""
+"""Blocks with separate weights for each modality. B batch, T tokens, N = B T rows, D width, H head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge_vlm.fusion.modalities_config import MODALITIES
 
 
 class ModalityNorm(ByModality):
-    """A norm for each modality, of tokens in their own order."""
+    """A norm for each modality, applied to unsorted tokens."""
 
     tensor_roles: ClassVar[dict[str, str]] = dict.fromkeys(MODALITIES, "norm")
 
@@ -31,7 +31,7 @@ class ModalityNorm(ByModality):
 
 
 class ModalityAttention(Attention):
-    """Projections and norms for each modality; every token sees earlier ones of both."""
+    """Attention with projections and norms for each modality; tokens see earlier tokens of both."""
 
     residual_writers: ClassVar[tuple[str, ...]] = tuple(f"wo.{name}.weight" for name in MODALITIES)
     parts: ClassVar[tuple[str, ...]] = ("wq", "wk", "wv", "wo", "q_norm", "k_norm")
@@ -54,10 +54,10 @@ class ModalityAttention(Attention):
         """[N, D] sorted -> [N, D].
 
         Args:
-            rows: the residual stream, normalized.
-            places: of the rows.
+            rows: the normalized residual stream.
+            places: the order of the rows.
             shape: (B, T).
-            context: of the block.
+            context: the context of the block.
         """
 
         def heads(projection: nn.Module, norm: nn.Module | None) -> Tensor:

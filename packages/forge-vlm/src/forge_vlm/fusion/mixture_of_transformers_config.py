@@ -79,7 +79,7 @@ class MixtureOfTransformersConfig(ModalitiesConfig):
         return replace(config, norm=norm, overrides=[*config.overrides, every])
 
     def seed_of(self, name: str) -> str | None:
-        """See `FusionConfig.seed_of`: both copies begin as the text model."""
+        """See `FusionConfig.seed_of`; both copies start from the weights of the text model."""
         return ".".join(part for part in name.split(".") if part not in MODALITIES)
 
     def require_layer(self, index: int, layer: LayerConfig) -> None:

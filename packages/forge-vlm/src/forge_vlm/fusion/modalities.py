@@ -12,13 +12,13 @@ from forge_vlm.fusion.modalities_config import MODALITIES
 
 
 class Sorted(NamedTuple):
-    """Where tokens go that are sorted by modality, made once a pass.
+    """The order of tokens sorted by modality, computed once per forward pass.
 
     Attributes:
-        order: [N] which token each row is: text first, then visual tokens, then padding.
-        inverse: [N] which row each token is.
-        counts: [text, image, padding, 0], without elements: its shape says how many rows of each there are,
-            so that nothing is read from a device, and no compiler sees a number.
+        order: [N] the token of each row: text first, then visual tokens, then padding.
+        inverse: [N] the row of each token.
+        counts: [text, image, padding, 0], without elements: its shape has the number of rows of each, so that
+            nothing is read from a device and no compiler sees a number.
     """
 
     order: Tensor
@@ -27,13 +27,13 @@ class Sorted(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tensor, modality: Tensor | None, sizes: Tensor | None, padding: bool) -> Sorted:
-        """From the inputs of `ModalitiesConfig.arrays`; absent ones mean that all is text.
+        """Build it from the inputs of `ModalitiesConfig.arrays`; without these, all tokens are text.
 
         Args:
             tokens: [B, T].
             modality: [B, T].
             sizes: [B, 2], on the host.
-            padding: whether padding is no text.
+            padding: whether padding is kept apart; otherwise it counts as text.
         """
         if modality is None or sizes is None:
             modality, image, unused = torch.zeros_like(tokens), 0, 0
@@ -50,7 +50,7 @@ class Sorted(NamedTuple):
 
     @classmethod
     def given(cls, side: Mapping[str, Tensor]) -> Sorted:
-        """From the side inputs of a block."""
+        """Build it from the side inputs of a block."""
         return cls(*(side[f"modality_{name}"] for name in cls._fields))
 
     def side_inputs(self) -> dict[str, Tensor]:
@@ -59,15 +59,15 @@ class Sorted(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of text, image and padding."""
+        """The numbers of rows of text, image and padding."""
         return list(self.counts.shape[:3])
 
     def sort(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> [N, ...]."""
+        """Sort tokens, [B, T, ...] -> [N, ...]."""
         return _Permuted.apply(x.flatten(0, 1), self.order, self.inverse)
 
     def restore(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
-        """[N, ...] -> [B, T, ...], with `shape` (B, T)."""
+        """Restore the order of tokens, [N, ...] -> [B, T, ...], with `shape` (B, T)."""
         return _Permuted.apply(rows, self.inverse, self.order).unflatten(0, tuple(shape))
 
 
@@ -94,10 +94,10 @@ class ByModality(nn.Module):
             self.add_module(name, build())
 
     def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """[N, ...] sorted -> [N, ...]: each row by the module of its modality, which may have none."""
+        """Apply to each sorted row [N, ...] the module of its modality; a modality may have no rows."""
         parts = rows.split(tuple(sizes)[: len(MODALITIES)])
         return torch.cat([module(some) for module, some in zip(self.each(), parts, strict=True)])
 
     def each(self) -> Iterator[nn.Module]:
-        """The modules of text and of images."""
+        """Return the modules of text and of images."""
         return (getattr(self, name) for name in MODALITIES)

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODALITIES = ("text", "image")
-"""Whose weights a token uses, by its number in `modality`; 2 is padding."""
+"""The modalities, by their numbers in `modality`; 2 is padding. A token uses the weights of its own."""
 
 SORTED: Needs = {"modality_order": "other", "modality_inverse": "other", "modality_counts": "other"}
 """The side inputs of `forge_vlm.fusion.modalities.Sorted`."""
 
 
 class ModalitiesConfig(JointConfig):
-    """Visual tokens take the places of tokens; the modality of a token chooses its weights.
+    """Visual tokens replace the tokens at image places; the modality of a token chooses its weights.
 
     Attributes:
         padding: whether padding is a modality of its own, which uses no weights.
@@ -56,7 +56,7 @@ class ModalitiesConfig(JointConfig):
         """Check that the fusion supports a layer."""
 
     def is_of_images(self, name: str) -> bool:
-        """See `FusionConfig.is_of_images`: the copies for images."""
+        """See `FusionConfig.is_of_images`; true for the copies for images."""
         return name.split(".")[-1] == "image"
 
     def arrays(
@@ -64,8 +64,8 @@ class ModalitiesConfig(JointConfig):
     ) -> dict[str, np.ndarray]:
         """See `FusionConfig.arrays`.
 
-        `modality` [T] int64: 0 text, 1 a visual token, 2 padding; `modality_sizes` [2]: how many there
-        are of the last two.
+        `modality` [T] int64: 0 text, 1 a visual token, 2 padding; `modality_sizes` [2]: the numbers of visual
+        and of padding tokens.
         """
         modality = np.where(places > 0, 1, np.where(doc_ids < 0, 2, 0))
         sizes = np.array([(modality == 1).sum(), (modality == 2).sum()])
@@ -85,7 +85,7 @@ class ModalitiesConfig(JointConfig):
         return given | Sorted.of(tokens, modality, sizes, self.padding).side_inputs()
 
     def after_prompt(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """See `FusionConfig.after_prompt`: text."""
+        """See `FusionConfig.after_prompt`; all these tokens are text."""
         return self.side_inputs(tokens[:, :1], {})
 
     def require_axes(self, tp: int, cp: int, sequence: bool, method: str) -> None:

@@ -1,4 +1,4 @@
-"""Groups of experts for each modality. B batch, T tokens, D width, E experts of a group, K chosen at most."""
+"""Groups of experts for each modality. B batch, T tokens, D width, E experts of a group, K candidates."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Chosen(NamedTuple):
 
     Attributes:
         mask: [B, T, E] bool.
-        tokens: [B, K, E] int64, the tokens of each expert, by descending logit.
-        taken: [B, K] which of them it takes.
-        cutoffs: [B, E] the logit of the last that it takes; means nothing where there is none.
+        tokens: [B, K, E] int64, candidates of each expert, by descending logit.
+        taken: [B, K] bool, the candidates that every expert takes.
+        cutoffs: [B, E] the logit of the last token that the expert takes; meaningless if it takes none.
     """
 
     mask: Tensor
@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
     cutoffs: Tensor
 
     def routing(self, weights: Tensor) -> Routing:
-        """As many pairs as could be chosen; those that are not taken are dropped. `weights` [B, T, E]."""
+        """Return pairs of all candidates with weights [B, T, E]; candidates not taken are dropped."""
         batch, length, experts = weights.shape
         numbers = torch.arange(experts, device=weights.device)
         rows = torch.arange(batch, device=weights.device)[:, None, None] * length
@@ -53,15 +53,15 @@ class Chosen(NamedTuple):
 
 
 def choose(logits: Tensor, mine: Tensor, capacity: float) -> Chosen:
-    """Let each expert choose the tokens of its highest logits in each sequence, the earlier of equal ones.
+    """Let each expert choose the tokens with its highest logits in each sequence, earlier ones among equals.
 
-    Logits are equal that are so in steps of `STEP`. Tokens may well be alike, such as the first of several
-    samples: which of them is chosen must not hang on how sums were rounded.
+    Logits are compared in steps of `STEP`: tokens may be equal, such as the first ones of several samples,
+    and rounding of sums must not decide which of them is chosen.
 
     Args:
         logits: [B, T, E].
         mine: [B, T] bool, the tokens that can be chosen.
-        capacity: the part of them that an expert chooses, rounded up; at most 1.
+        capacity: fraction of these tokens that an expert chooses, rounded up; at most 1.
     """
     stepped = (logits.detach() / STEP).floor().masked_fill(~mine[..., None], float("-inf"))
     ranked = stepped.argsort(dim=1, descending=True, stable=True)
@@ -76,11 +76,11 @@ def choose(logits: Tensor, mine: Tensor, capacity: float) -> Chosen:
 
 STEP = 2.0**-10
 ROUNDING = 1e-9
-"""A capacity of 3 x (1/3) tokens is 1 of them."""
+"""Tolerance for rounding up: a capacity of 3 x (1/3) tokens is 1 token."""
 
 
 class Scores(Router):
-    """Logits of tokens for the experts of a group."""
+    """The router of a group: logits of tokens for its experts."""
 
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__(RouterConfig(), dim, num_experts, 1)
@@ -91,7 +91,7 @@ class Scores(Router):
 
 
 class AuxRouter(nn.Module):
-    """Guesses of one token alone whether experts would choose it; at first that all would."""
+    """Predicts from one token alone whether experts would choose it; initially predicts that all would."""
 
     residual_writers: ClassVar[tuple[str, ...]] = ()
     initial: ClassVar[dict[str, Init]] = {"w_out.weight": Init("constant", 0.0)}
@@ -108,16 +108,16 @@ class AuxRouter(nn.Module):
 
 
 STATISTICS = ("tokens", "unserved", "aux_loss", "aux_right")
-"""What is added up beside the counts of experts; each a sum over the tokens of the modality."""
+"""Names of the sums over tokens of the modality that the tally has besides the counts of experts."""
 
 
 class ModalityExperts(nn.Module):
     """The experts of one modality and their routers; an `ExpertLayer` of forge_model.
 
     Attributes:
-        aux: guesses what experts would choose; None where thresholds decide.
-        threshold: [E + 1] running sums: of the scores from which on tokens go to an expert, and of 1, which
-            they are divided by. None where experts choose.
+        aux: predicts what experts would choose; None if thresholds decide.
+        threshold: [E + 1] running sums of the least score at which each expert takes a token, and the running
+            sum of 1 that divides them. None if experts choose.
     """
 
     holds_experts: ClassVar[bool] = True
@@ -141,9 +141,9 @@ class ModalityExperts(nn.Module):
         self.tally = Tally(num_experts + len(STATISTICS) + (0 if chooses else num_experts))
 
     def forward(self, x: Tensor, mine: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]: weighted sums of what experts make; 0 for tokens not of `mine` [B, T].
+        """[B, T, D] -> [B, T, D]: weighted sums of expert outputs; 0 for tokens outside of `mine` [B, T].
 
-        Experts choose only in training mode with gradients: whoever writes does not look at later tokens.
+        Experts choose only in training mode with gradients, since generation cannot look at later tokens.
         """
         trains = self.training and torch.is_grad_enabled()
         logits = self._logits(x, trains)
@@ -164,7 +164,7 @@ class ModalityExperts(nn.Module):
         return tallied(out, loss * (self.options.aux_weight / step_tokens), counted, self.tally)
 
     def _logits(self, x: Tensor, trains: bool) -> Tensor:
-        """[B, T, D] -> [B, T, E], those of the router, perhaps with noise."""
+        """[B, T, D] -> [B, T, E], the logits of the router, with noise if that is configured."""
         logits = self.router(x)
         if trains and self.options.gumbel_noise:
             ones, others = (torch.empty_like(logits).exponential_().log() for _ in range(2))
@@ -172,13 +172,13 @@ class ModalityExperts(nn.Module):
         return logits
 
     def _thresholds(self, scores: Tensor) -> Tensor:
-        """[E]: the running means; a score of 0.5 before the first step."""
+        """Return the running means [E] of the thresholds; 0.5 before the first step."""
         assert self.threshold is not None
         sums, weight = self.threshold[:-1], self.threshold[-1]
         return torch.where(weight > 0, sums / weight.clamp(min=TINY), 0.5).to(scores.dtype)
 
     def _counted(self, guessed: Tensor, mask: Tensor, chosen: Chosen, mine: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of the auxiliary router, a sum over tokens, and what the tally adds up."""
+        """Return the loss of the auxiliary router, summed over tokens, and the values for the tally."""
         served, zero = mask.any(-1), guessed.new_zeros(())
         sums = [mine.sum(), (mine & ~served).sum(), zero, zero]
         if self.aux is None:
@@ -190,13 +190,13 @@ class ModalityExperts(nn.Module):
         return loss, _doubles([*mask.sum((0, 1)), *sums[:2], loss.detach(), right])
 
     def idle_parameters(self) -> int:
-        """See `ExpertLayer.idle_parameters`; of a token of this modality."""
+        """See `ExpertLayer.idle_parameters`; for a token of this modality."""
         each = sum(p.numel() for p in self.experts.parameters()) // self.num_experts
         return round(each * (self.num_experts - self.options.capacity_factor))
 
     @torch.no_grad()
     def load(self, sums: Tensor) -> dict[str, Tensor]:
-        """See `ExpertLayer.load`; moves the thresholds."""
+        """See `ExpertLayer.load`; updates the thresholds."""
         counts, rest = sums[: self.num_experts], sums[self.num_experts :]
         total = dict(zip(STATISTICS, rest[: len(STATISTICS)].unbind(), strict=True))
         tokens = total.pop("tokens").clamp(min=1)
@@ -217,9 +217,9 @@ def _doubles(numbers: list[Tensor]) -> Tensor:
 
 
 def _of_mask(mask: Tensor, weights: Tensor) -> Routing:
-    """The pairs of a mask [B, T, E], which waits for the device to say how many they are.
+    """Return the pairs in a mask [B, T, E]; waits for the device to know their number.
 
-    Of one token a row all pairs are made, and those not in the mask dropped: shapes that never change.
+    With one token per row, all pairs are returned and those outside of the mask dropped: shapes never change.
     """
     one = mask.shape[1] == 1
     mask, weights = mask.flatten(0, 1), weights.flatten(0, 1)

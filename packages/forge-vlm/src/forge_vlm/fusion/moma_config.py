@@ -22,7 +22,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class ExpertsConfig(Config):
-    """How many experts each modality has."""
+    """The number of experts of each modality."""
 
     text: Count = 4
     image: Count = 4
@@ -90,7 +90,7 @@ class MomaConfig(ModalitiesConfig):
         return replace(config, overrides=[*config.overrides, *experts])
 
     def seed_of(self, name: str) -> str | None:
-        """See `FusionConfig.seed_of`: experts are copies (upcycling, arXiv:2212.05055), routers are new."""
+        """See `FusionConfig.seed_of`; experts are copies (upcycling, arXiv:2212.05055), routers are new."""
         layer, found, inner = name.partition(".ffn.")
         modality, _, inner = inner.partition(".")
         if not found or modality not in MODALITIES:
@@ -110,13 +110,13 @@ class MomaConfig(ModalitiesConfig):
     def arrays(
         self, places: np.ndarray, images: np.ndarray, doc_ids: np.ndarray, counts: Sequence[int]
     ) -> dict[str, np.ndarray]:
-        """See `FusionConfig.arrays`; nobody sorts tokens here, so nobody has to know how many there are."""
+        """See `FusionConfig.arrays`; without sizes, since no tokens are sorted here."""
         made = super().arrays(places, images, doc_ids, counts)
         del made["modality_sizes"]
         return made
 
     def side_inputs(self, tokens: Tensor, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """See `FusionConfig.side_inputs`: `modality`, which says of padding that it is none."""
+        """See `FusionConfig.side_inputs`; adds `modality`, in which padding is neither text nor image."""
         given = {"modality": tokens.new_zeros(tokens.shape)} | dict(inputs)
         if (doc_ids := given.get("doc_ids")) is not None:
             given["modality"] = given["modality"].masked_fill(doc_ids < 0, len(MODALITIES))
@@ -144,7 +144,7 @@ class MomaFfnConfig(FfnConfig):
     moma: MomaConfig
 
     def hidden(self, dim: int) -> int:
-        """See `FfnConfig.hidden`: of one expert."""
+        """See `FfnConfig.hidden`; the width of one expert."""
         return self.expert.hidden(dim)
 
     def build(self, dim: int) -> nn.Module:
@@ -154,7 +154,7 @@ class MomaFfnConfig(FfnConfig):
         return MomaFfn(self, dim)
 
     def tensor_sizes(self, dim: int) -> dict[str, int]:
-        """See `FfnConfig.tensor_sizes`: experts are not cut."""
+        """See `FfnConfig.tensor_sizes`; experts are not sharded."""
         return {}
 
     def expert_counts(self) -> dict[str, int]:
@@ -162,7 +162,7 @@ class MomaFfnConfig(FfnConfig):
         return {name: getattr(self.moma.experts, name) for name in MODALITIES}
 
     def forward_flops(self, dim: int) -> float:
-        """See `FfnConfig.forward_flops`; both routers look at every token."""
+        """See `FfnConfig.forward_flops`; both routers process every token."""
         experts = sum(self.expert_counts().values())
         routers = 2 * dim * experts
         if self.moma.routing == "choice":

@@ -1,1 +1,1 @@
-"""Vision-language models of Hugging Face, in both directions."""
+"""Conversion between vision-language models and those of Hugging Face."""

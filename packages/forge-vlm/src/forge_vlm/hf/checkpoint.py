@@ -1,4 +1,4 @@
-"""How a vision-language model, or its tower, and a checkpoint of Hugging Face become another. No torch."""
+"""Conversion between a vision-language model, or its tower, and a Hugging Face checkpoint. No torch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class Form(HuggingFace):
-    """A whole model, or a tower, in the language of `transformers`.
+    """A full model, or a tower, in the format of `transformers`.
 
     Args:
-        written: its `config.json`.
-        tensors: has `theirs` and `ours`.
-        unlike: what differs from the model of another `config.json`, and `made_for` it.
-        made_for: what `require` returns.
-        files: see `HuggingFace.files`, of how the token at places, and the first of a text, are spelled.
-        lacks: see `HuggingFace.lacks`, of the same.
+        written: returns its `config.json`.
+        tensors: returns an object with `theirs` and `ours`.
+        unlike: returns the differences between `made_for` and the model of another `config.json`.
+        made_for: the result of `require`.
+        files: see `HuggingFace.files`; takes the texts of the token at places and of the first token.
+        lacks: see `HuggingFace.lacks`; takes the same texts.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Form(HuggingFace):
         return self._written()
 
     def files(self, spell: Callable[[int | None], str]) -> dict[str, str]:
-        """See `HuggingFace.files`: the files of the processor."""
+        """See `HuggingFace.files`; returns the files of the processor."""
         return self._files(*self._spelled(spell))
 
     def lacks(self, spell: Callable[[int | None], str]) -> str:
@@ -82,7 +82,7 @@ class Form(HuggingFace):
 
 
 def form_of_model(model: VisionLanguageConfig) -> Form:
-    """The checkpoint form of a whole model."""
+    """Return the checkpoint form of a full model."""
 
     def tensors() -> Any:
         from forge_vlm.hf.model_tensors import ModelTensors
@@ -100,7 +100,7 @@ def form_of_model(model: VisionLanguageConfig) -> Form:
 
 
 class TowerPart(ModelConfig):
-    """A tower as a part of which weights are asked for, such as `encoder` of `train.init_from`.
+    """A tower as a part that can be initialized from weights, such as `encoder` of `train.init_from`.
 
     Attributes:
         encoder: the tower.
@@ -126,14 +126,14 @@ class TowerPart(ModelConfig):
 
 
 def model_tree(folder: str, with_images: bool) -> dict[str, Any]:
-    """The keys of `[model]` for the model in a folder, every default filled in.
+    """Return the keys of `[model]` for the model in a folder, with all defaults filled in.
 
     Args:
-        folder: of Hugging Face.
+        folder: a Hugging Face folder.
         with_images: whether `images`, and the colours of the tower, are read from its image processor.
 
     Raises:
-        ValueError: there is no `config.json`, or it, or the image processor, cannot be followed.
+        ValueError: there is no `config.json`, or that or the image processor cannot be read.
     """
     try:
         hf = read_config(folder)

@@ -1,4 +1,4 @@
-"""The keys of Mllama, whose text model counts gated layers among its own. Imports no torch."""
+"""The keys of Mllama, whose text model numbers gated layers among its own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ WHOLE = Keys(
 
 
 def blocks_of(gated: list[int], layers: int) -> list[int]:
-    """Our blocks before which their gated layers stand; `layers` counts both kinds.
+    """Return our blocks that follow their gated layers; `layers` counts both kinds.
 
     Raises:
-        ModelError: one does not stand before a layer of the other kind.
+        ModelError: a gated layer does not come before a layer of the other kind.
     """
     texts = [layer for layer in range(layers) if layer not in gated]
     if wrong := [layer for layer in gated if layer + 1 not in texts]:
@@ -48,7 +48,7 @@ def blocks_of(gated: list[int], layers: int) -> list[int]:
 
 
 def dense(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of their text model to that of a Llama without gated layers."""
+    """Convert the table of their text model to that of a Llama without gated layers."""
     full = TEXT.full(table)
     gated, width = full.pop("cross_attention_layers"), full["hidden_size"] // full["num_attention_heads"]
     if full["head_dim"] not in (None, width):

@@ -1,4 +1,4 @@
-"""Between our decoder with gated layers and the tensors of Mllama's text model, in both directions."""
+"""Conversion between our decoder with gated layers and the tensors of Mllama's text model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EMBED, PLACE = "model.embed_tokens.weight", "place.weight"
 
 
 class GatedTensors:
-    """The tensors of one decoder with gated layers, and of what stands for an image, in both directions."""
+    """Converts the tensors of a decoder with gated layers, and the embedding of image places."""
 
     def __init__(self, config: VisionLanguageConfig) -> None:
         decoder, fusion = config.decoder, config.fusion
@@ -57,7 +57,7 @@ class GatedTensors:
         return f"{self._layers[f'{layer}.cross.']}{CROSS[inner]}"
 
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Our tensors under their names."""
+        """Return our tensors under Hugging Face names."""
         own = {name: name for name in tensors if name != PLACE and name not in self._gated}
         text = to_hf(Renamed(tensors, own), self._decoder)
         makers: dict[str, Callable[[], Any]] = {
@@ -67,23 +67,23 @@ class GatedTensors:
         return Made(makers | {EMBED: lambda: self._extended(text[EMBED], tensors[PLACE])})
 
     def _moved(self, key: str) -> str:
-        """A name of the text model, where gated layers are counted too."""
+        """Return the name of a tensor with the layer number that counts gated layers, too."""
         for ours, theirs in self._layers.items():
             if key.startswith(ours):
                 return theirs + key.removeprefix(ours)
         return key
 
     def _extended(self, embed: Tensor, place: Tensor) -> Tensor:
-        """[V, D] -> [V + 8, D]: the image token, and zeros for tokens that nothing trains."""
+        """[V, D] -> [V + 8, D]: appends the image token, and zeros for tokens that are never trained."""
         reserved = embed.new_zeros(RESERVED, embed.shape[1])
         reserved[self._image] = place
         return torch.cat([embed, reserved])
 
     def ours(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Their tensors under our names.
+        """Return Hugging Face tensors under our names.
 
         Raises:
-            ModelError: a tensor is missing, or one is left over; lists them all.
+            ModelError: a tensor is missing or unexpected; lists them all.
         """
         back = {theirs: ours for ours, theirs in self._layers.items()}
         text = dict[str, str]()

@@ -1,4 +1,4 @@
-"""Between the parameters of our vision-language models and the tensors of Hugging Face."""
+"""Conversion between parameters of our vision-language models and tensors of Hugging Face."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Tensors = Mapping[str, Any]
 
 
 class ModelTensors:
-    """The tensors of one model, in both directions, one at a time.
+    """Converts the tensors of one model, one at a time.
 
-    Each part of the model has its own way to name them; a checkpoint puts a prefix before them.
+    Each part of the model has its own names; a checkpoint adds a prefix to them.
     """
 
     def __init__(self, config: VisionLanguageConfig, family: WholeFamily) -> None:
@@ -58,7 +58,7 @@ class ModelTensors:
         return Renamed(tensors, names)
 
     def theirs(self, tensors: Tensors) -> Tensors:
-        """Our tensors under their names.
+        """Return our tensors under Hugging Face names.
 
         Raises:
             ModelError: a parameter has no counterpart.
@@ -76,7 +76,7 @@ class ModelTensors:
         )
 
     def _whole(self, part: str, key: str) -> str:
-        """The checkpoint name of a part's key."""
+        """Return the name in the checkpoint of a key of a part."""
         tower, connector, text, head = self.family.prefixes[0]
         if part == "decoder":
             inner = key.removeprefix("model.")
@@ -84,10 +84,10 @@ class ModelTensors:
         return f"{tower if part == 'encoder' else connector}{key}"
 
     def ours(self, tensors: Tensors) -> Tensors:
-        """Their tensors under our names.
+        """Return Hugging Face tensors under our names.
 
         Raises:
-            ModelError: a tensor is missing, or one is left over; lists them all.
+            ModelError: a tensor is missing or unexpected; lists them all.
         """
         tower, connector, text, head = self._prefixes(tensors)
         parts: dict[str, dict[str, str]] = {part: {} for part in self._ours}
@@ -109,7 +109,7 @@ class ModelTensors:
         )
 
     def _prefixes(self, tensors: Tensors) -> tuple[str, str, str, str]:
-        """The way in which a checkpoint names its tensors."""
+        """Return the prefixes of `PREFIXES` that a checkpoint uses."""
         for prefixes in self.family.prefixes:
             if any(name.startswith(prefixes[1]) for name in tensors):
                 return prefixes

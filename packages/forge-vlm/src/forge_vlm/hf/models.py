@@ -1,6 +1,6 @@
-"""Between `[model]` and the `config.json` of whole vision-language models. Imports no torch.
+"""Conversion between `[model]` and the `config.json` of vision-language models. Imports no torch.
 
-A key that is absent means what the config class of `transformers` 5.23 says.
+An absent key has the default of the config class of `transformers` 5.23.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ PREFIXES = (
     ("vision_tower.", "multi_modal_projector.", "language_model.model.", "language_model."),
     ("model.vision_tower.", "model.multi_modal_projector.", "model.language_model.", ""),
 )
-"""What stands before the names of the tower, of the connector, of the language model instead of `model.`, and
-of `lm_head`: as it is written, and as other versions did."""
+"""Prefixes of the names of the tower, of the connector, of the language model instead of `model.`, and of
+`lm_head`: first those that are written, then those of other versions."""
 
 
 @dataclass(frozen=True)
 class WholeFamily:
-    """One kind of model.
+    """A family of vision-language models in `transformers`.
 
     Attributes:
         architecture: class of `transformers`.
-        keys: of its `config.json`, but for `vision_config` and `text_config`.
-        towers: what its tower may be, first what it is where that is not said.
-        connector: our modules, theirs.
-        read: keys with all defaults, the tower and the decoder, to the model.
-        write: a model to the values of keys.
-        image_token: the key of the id of the token at places.
-        dense: the table of its language model to one that forge-model reads.
+        keys: keys of its `config.json`, except `vision_config` and `text_config`.
+        towers: its possible types of towers, beginning with the default.
+        connector: names of modules of the connector, ours to theirs.
+        read: converts keys with all defaults, the tower and the decoder to the model.
+        write: converts a model to the values of keys.
+        image_token: the key for the id of the token at image places.
+        dense: converts the table of its language model to one that forge-model reads.
         aliases: other values of `model_type`.
-        tower_aliases: what towers are called inside of it, where that is not their own name.
+        tower_aliases: names of towers inside its `config.json` that differ from their own.
         prefixes: see `PREFIXES`.
-        caps_logits: whether its class follows `final_logit_softcapping` of its language model, as the classes
-            of Gemma do; others have a head of their own, and leave it out.
+        caps_logits: whether its class applies `final_logit_softcapping` of its language model, as the classes
+            of Gemma do; others have their own head, without it.
     """
 
     architecture: str
@@ -79,7 +79,7 @@ class WholeFamily:
 
     @property
     def kind(self) -> str:
-        """The `model_type` that it is written with."""
+        """The `model_type` that is written."""
         return self.keys.kind
 
 
@@ -209,7 +209,7 @@ WHOLE: tuple[WholeFamily, ...] = (
 
 
 def whole_family(model_type: Any) -> WholeFamily:
-    """The family of that name.
+    """Return the family of that name.
 
     Raises:
         ModelError: there is none.
@@ -221,10 +221,10 @@ def whole_family(model_type: Any) -> WholeFamily:
 
 
 def model_from_hf(hf: Mapping[str, Any]) -> VisionLanguageConfig:
-    """The model that a `config.json` describes.
+    """Return the model that a `config.json` describes.
 
     Raises:
-        ModelError: an unknown model type, or keys that we cannot follow.
+        ModelError: an unknown model type, or keys that cannot be read.
     """
     family = whole_family(hf.get("model_type"))
     full = family.keys.full(hf)
@@ -261,10 +261,10 @@ def _decoder(family: WholeFamily, table: Mapping[str, Any], is_tied: bool) -> De
 
 
 def model_to_hf(config: VisionLanguageConfig) -> tuple[WholeFamily, dict[str, Any]]:
-    """The family that can hold a model, and the `config.json` of it.
+    """Return the family that can hold a model, and its `config.json`.
 
     Raises:
-        ModelError: none can; says what the nearest would make of it.
+        ModelError: none can; the message names the differences to the nearest one.
     """
     obstacles = dict[str, list[str]]()
     for family in WHOLE:
@@ -312,7 +312,7 @@ def _written(family: WholeFamily, config: VisionLanguageConfig) -> dict[str, Any
 
 
 def model_differences(config: VisionLanguageConfig, other: VisionLanguageConfig) -> list[str]:
-    """Why one model with the weights of another computes something else, one line each."""
+    """Return why one model with the weights of another computes something else, one line per reason."""
     assert isinstance(config.decoder, DecoderConfig) and isinstance(other.decoder, DecoderConfig)
     assert isinstance(other.encoder, TowerConfig)
     lines = [f"decoder.{line}" for line in differences(config.decoder, other.decoder)]
@@ -323,7 +323,7 @@ def model_differences(config: VisionLanguageConfig, other: VisionLanguageConfig)
 
 
 def _outside(config: VisionLanguageConfig) -> dict[str, Any]:
-    """What is computed beside the weights of the tower and of the decoder, with its defaults resolved."""
+    """Return what else decides the result, besides tower and decoder weights, with defaults resolved."""
     encoder, connector = config.encoder, config.connector
     assert isinstance(encoder, TowerConfig)
     found = {"type": type(connector).__name__} | plain(connector)

@@ -1,4 +1,4 @@
-"""Between `[model.images]` and the image processors of Hugging Face. Imports no torch."""
+"""Conversion between `[model.images]` and the image processors of Hugging Face. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from forge_vlm.config import VisionLanguageConfig
 from forge_vlm.images.config import ImagesConfig
 
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
-"""Numbers of Pillow."""
+"""Interpolations by their numbers in Pillow."""
 
 DEFAULT_RESAMPLE = {"mllama": 2}
-"""Where a processor does not say its own; 3 for all others."""
+"""The default interpolation of a processor; 3 for all others."""
 
 PROCESSORS = {"llava": "Llava", "paligemma": "PaliGemma", "mllama": "Mllama"}
-"""Models whose processors do what ours does. That of Idefics3 resizes an image twice."""
+"""Models whose processors do the same as ours. That of Idefics3 resizes an image twice."""
 
 TOKENS = {"paligemma": "<image>", "mllama": "<|image|>"}
-"""What their processors take the token at places to be called; that of Llava is told."""
+"""The text that these processors expect for the token at image places; that of Llava is configurable."""
 
 _HARMLESS = """
     auto_map data_format default_to_square device disable_grouping do_convert_rgb feature_extractor_type
@@ -44,10 +44,10 @@ KEYS = Keys(
 
 
 def processed(config: VisionLanguageConfig, folder: Path, kind: str) -> VisionLanguageConfig:
-    """The model with images read as the processor in a folder does; where none is, as CLIP or SigLIP do.
+    """Return the model with `images` as in the processor of a folder; by default as CLIP or SigLIP have them.
 
     Raises:
-        ModelError: the processor does what ours does not.
+        ModelError: the processor does something that ours cannot.
     """
     side, given = getattr(config.encoder, "image_size", None), _read(folder)
     resample = DEFAULT_RESAMPLE.get(kind, 3)
@@ -76,7 +76,7 @@ def processed(config: VisionLanguageConfig, folder: Path, kind: str) -> VisionLa
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """The keys of the image processor, from either file that may hold them."""
+    """Return the keys of the image processor from either of its possible files."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         path = folder / name
         try:
@@ -91,10 +91,10 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def _fit(full: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Side of a picture, and the keys of `[model.images]` by which an image is made to fit it.
+    """Return the side of a picture and the keys of `[model.images]` that fit an image to it.
 
     Raises:
-        ModelError: the sizes are of no form that we know.
+        ModelError: the sizes have an unknown form.
     """
     size, crop = full["size"] or {}, full["crop_size"] or {}
     size = {"shortest_edge": size} if isinstance(size, int) else size
@@ -117,7 +117,7 @@ def _fit(full: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
 
 
 def no_processor(kind: str, token: str, first: str) -> str:
-    """Why an export has no processor; empty where it has one. See `processor_files`."""
+    """Return why an export has no processor; empty if it has one. See `processor_files`."""
     if kind not in PROCESSORS:
         return f"without a processor: that of {kind} resizes an image twice, and may cut it"
     if token and token == TOKENS.get(kind, token):
@@ -131,16 +131,16 @@ def no_processor(kind: str, token: str, first: str) -> str:
 
 
 def processor_files(config: VisionLanguageConfig, kind: str, token: str, first: str) -> dict[str, str]:
-    """The files of the processor by name; none where `no_processor` says why.
+    """Return the files of the processor by name; none if `no_processor` returns a reason.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         kind: its `model_type`.
-        token: what its tokenizer calls the token that stands at places; empty where it has none.
-        first: the same of the token that begins a text.
+        token: text of the token at image places in its tokenizer; empty if there is none.
+        first: text of the token that begins a text; empty if there is none.
 
     Raises:
-        ModelError: the processors of that model do not do what `[model.images]` says.
+        ModelError: the processors of that model cannot do what `[model.images]` asks for.
     """
     images, encoder = config.images, config.encoder
     side = getattr(encoder, "image_size", encoder.side * encoder.patch_size)

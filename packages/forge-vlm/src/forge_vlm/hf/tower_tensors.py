@@ -1,4 +1,4 @@
-"""Between the parameters of our towers and the tensors of Hugging Face. D width, p size of a patch."""
+"""Conversion between parameters of our towers and tensors of Hugging Face. D width, p size of a patch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from forge_vlm.hf.towers import TowerFamily, tower_family
 
 
 def their_name(family: TowerFamily, name: str, layers: int) -> str:
-    """Their name of our parameter, e.g. layers.3.ffn.w_up.bias -> encoder.layers.3.mlp.fc1.bias.
+    """Return the Hugging Face name of our parameter: layers.3.ffn.w_up.bias -> encoder.layers.3.mlp.fc1.bias.
 
-    Blocks from the number `layers` on are counted anew.
+    Blocks from the number `layers` on are numbered from 0 again.
     """
     if name in family.names:
         return family.names[name]
@@ -34,7 +34,7 @@ def their_name(family: TowerFamily, name: str, layers: int) -> str:
 
 
 class TowerTensors:
-    """The tensors of one tower, in both directions, one at a time."""
+    """Converts the tensors of one tower, one at a time."""
 
     def __init__(self, config: TowerConfig) -> None:
         self.config, self.family = config, tower_family(config)
@@ -43,7 +43,7 @@ class TowerTensors:
         self._swiglu = getattr(config, "ffn_type", "mlp") == "swiglu"
 
     def theirs(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Our tensors under their names."""
+        """Return our tensors under Hugging Face names."""
         makers: dict[str, Callable[[], Any]] = {}
         for name in self._ours:
             if self._swiglu and ".ffn." in name:
@@ -55,7 +55,7 @@ class TowerTensors:
         return Made(makers)
 
     def _fused(self, name: str, tensors: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
-        """DINOv2 stores gate and up projection as one matrix."""
+        """Return makers of Hugging Face tensors; DINOv2 stores gate and up projection as one matrix."""
         layer, leaf = name.split(".ffn.")[0], name.rpartition(".")[2]
         prefix = f"{self.family.names['layers']}.{layer.split('.')[1]}.mlp"
         if "w_down" in name:
@@ -72,10 +72,10 @@ class TowerTensors:
         return tensor
 
     def ours(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Their tensors under our names; those of text beside the tower, and its head, are passed by.
+        """Return Hugging Face tensors under our names, without those of a text model and the tower's head.
 
         Raises:
-            ModelError: a tensor is missing, or one is left over; lists them all.
+            ModelError: a tensor is missing or unexpected; lists them all.
         """
         prefix, wanted = self._prefix(tensors), dict[str, str]()
         for name in self._ours:
@@ -91,7 +91,7 @@ class TowerTensors:
         )
 
     def _prefix(self, tensors: Mapping[str, Any]) -> str:
-        """What stands before the names of a tower that is a part of something."""
+        """Return the prefix of the names of a tower that is part of a model."""
         key = their_name(self.family, "patches.weight", 1)
         found = [name.removesuffix(key) for name in tensors if name.endswith(key)]
         if len(found) != 1:

@@ -1,6 +1,6 @@
-"""Between `[model.encoder]` and the towers of Hugging Face: keys and names. Imports no torch.
+"""Conversion between `[model.encoder]` and the towers of Hugging Face: keys and names. Imports no torch.
 
-A key that is absent means what the config class of `transformers` 5.23 says.
+An absent key has the default of the config class of `transformers` 5.23.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-"""What `hidden_act` means."""
+"""Values of `hidden_act`, theirs to ours."""
 THEIRS = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items()) if theirs != "gelu_new"}
 
 PRE = {
@@ -112,23 +112,23 @@ FIXED = {"num_channels": 3, "attention_dropout": 0, "dropout": 0, "is_encoder_de
 
 NOT_OF_WEIGHTS = {"layers", "post_norm", "class_token", "mean", "std", "init_std", "image_size", "positions"}
 NOT_OF_WEIGHTS |= {"max_patches", "layer_scale"}
-"""Keys by which towers may differ that have the same weights; the table of positions is compared apart."""
+"""Keys by which towers with the same weights may differ; the table of positions is compared separately."""
 
 
 @dataclass(frozen=True)
 class TowerFamily:
-    """One kind of tower.
+    """A family of towers in `transformers`.
 
     Attributes:
-        config: ours.
-        keys: of its `config.json`.
-        architecture: class of `transformers`; empty where that is no model of its own.
+        config: our type of tower.
+        keys: keys of its `config.json`.
+        architecture: class of `transformers`; empty if the tower has no model class of its own.
         whole: `model_type` of models with a text tower that have it as `vision_config`.
-        names: our modules and parameters, theirs.
-        more: what is read beside the shared keys.
-        write: what is written beside them.
-        ignored: parts of names of their tensors that are none of the features.
-        shared: keys that mean the same, theirs and ours.
+        names: names of modules and parameters, ours to theirs.
+        more: reads keys besides the shared ones.
+        write: writes keys besides the shared ones.
+        ignored: beginnings of names of their tensors that the features do not need.
+        shared: keys with the same meaning, theirs to ours.
     """
 
     config: type[TowerConfig]
@@ -143,12 +143,12 @@ class TowerFamily:
 
     @property
     def model_type(self) -> str:
-        """Of its `config.json`."""
+        """The `model_type` in its `config.json`."""
         return self.keys.kind
 
 
 def _gelu(full: Mapping[str, Any]) -> dict[str, Any]:
-    """Activation and hidden width of most towers.
+    """Return activation and hidden width of most towers.
 
     Raises:
         ModelError: an unknown activation.
@@ -173,7 +173,7 @@ def _write_fixed(config: Any) -> dict[str, Any]:
 
 
 def _image(config: Any) -> dict[str, Any]:
-    """The size of the images, unless the table of positions was made for another one."""
+    """Return the size of the images, unless the table of positions has another size."""
     return {"image_size": config.image_size} if config.position_side == config.side else {}
 
 
@@ -320,10 +320,10 @@ TOWERS: tuple[TowerFamily, ...] = (
 
 
 def tower_family(encoder: EncoderConfig) -> TowerFamily:
-    """The family of a tower.
+    """Return the family of a tower.
 
     Raises:
-        ModelError: `transformers` has none of it.
+        ModelError: `transformers` has no such tower.
     """
     for family in TOWERS:
         if type(encoder) is family.config:
@@ -332,10 +332,10 @@ def tower_family(encoder: EncoderConfig) -> TowerFamily:
 
 
 def tower_from_hf(hf: Mapping[str, Any]) -> TowerConfig:
-    """The tower that a `config.json` describes, of the tower alone or of a model that has it beside text.
+    """Return the tower that a `config.json` describes, of the tower alone or of a model with text and tower.
 
     Raises:
-        ModelError: an unknown model type, or keys that we cannot follow; lists them all.
+        ModelError: an unknown model type, or keys that cannot be read; lists them all.
     """
     kind, table = hf.get("model_type"), hf
     for family in TOWERS:
@@ -356,10 +356,10 @@ def tower_from_hf(hf: Mapping[str, Any]) -> TowerConfig:
 
 
 def tower_tree(kind: type[TowerConfig], folder: str) -> dict[str, Any]:
-    """The keys of `[model.encoder]` for the tower in a folder, every default filled in.
+    """Return the keys of `[model.encoder]` for the tower in a folder, with all defaults filled in.
 
     Raises:
-        ModelError: there is no `config.json`, it cannot be followed, or it is of another kind of tower.
+        ModelError: there is no `config.json`, it cannot be read, or it has a tower of another type.
     """
     tower = tower_from_hf(read_config(folder))
     if type(tower) is not kind:
@@ -370,7 +370,7 @@ def tower_tree(kind: type[TowerConfig], folder: str) -> dict[str, Any]:
 
 
 def tower_to_hf(encoder: EncoderConfig) -> dict[str, Any]:
-    """The `config.json` of a tower.
+    """Return the `config.json` of a tower.
 
     Raises:
         ModelError: `transformers` has no such tower.
@@ -386,7 +386,7 @@ def tower_to_hf(encoder: EncoderConfig) -> dict[str, Any]:
 
 
 def tower_differences(encoder: EncoderConfig, other: TowerConfig) -> list[str]:
-    """Why weights of one tower do not fit another, one line each."""
+    """Return why weights of one tower do not fit another, one line per reason."""
     if type(encoder) is not type(other):
         return [f"encoder: a {type(encoder).__name__}, there a {type(other).__name__}"]
     assert isinstance(encoder, TowerConfig)

@@ -1,1 +1,1 @@
-"""From the file of an image to patches; no torch."""
+"""Images: from their files to patches, without torch."""

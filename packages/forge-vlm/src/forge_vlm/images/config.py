@@ -1,4 +1,4 @@
-"""What `[model.images]` holds: how an image becomes the pixels of a tower. Imports no torch."""
+"""The section `[model.images]`: how an image becomes the pixels of a tower. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class Cut(NamedTuple):
-    """One picture that a tower is given, cut out of an image.
+    """One picture for a tower, cut out of an image.
 
     Attributes:
-        resized: height and width that the image is resized to.
-        padded: height and width of the canvas in whose middle it is laid; `resized` where nothing is added.
+        resized: height and width to which the image is resized.
+        padded: height and width of the canvas around the resized image; `resized` without padding.
         top: first row of the picture.
-        left: its first column.
-        height: of the picture, in pixels.
-        width: of the picture, in pixels.
-        corner: whether it is laid at the top left of the canvas, and the rest is black.
+        left: first column of the picture.
+        height: height of the picture, in pixels.
+        width: width of the picture, in pixels.
+        corner: whether the image is at the top left of a black canvas; otherwise it is in the middle.
     """
 
     resized: tuple[int, int]
@@ -38,14 +38,14 @@ class ImagesConfig(Config):
     Attributes:
         fit: an image of another shape is stretched (`stretch`); or its shorter side is resized and the middle
             is taken (`crop`); or it is laid on a square of the mean colour of the tower (`pad`), or on black
-            at the top left of what the tower takes (`corner`, as Mllama).
-        shorter_side: of `crop`, in pixels; absent means that of the tower.
+            at the top left of the picture (`corner`, as Mllama).
+        shorter_side: length of the shorter side for `crop`, in pixels; absent means that of the tower.
         resample: how pixels are interpolated.
-        tiles: at most so many tiles of an image are read beside all of it, each as large as the tower takes,
-            so that small things stay visible (AnyRes, as InternVL 1.5, arXiv:2404.16821 section 3.3, chooses
-            them); 1 reads the whole image alone.
+        tiles: largest number of tiles that are read besides the image as a whole, each as large as the tower
+            takes, so that small things stay visible (AnyRes; chosen as in InternVL 1.5, arXiv:2404.16821
+            section 3.3); 1 reads only the image as a whole.
         before: text in front of an image, such as `<|vision_start|>`.
-        after: text behind it.
+        after: text after an image.
     """
 
     fit: Literal["stretch", "crop", "pad", "corner"] = "stretch"
@@ -61,13 +61,13 @@ class ImagesConfig(Config):
             yield (f'images.shorter_side = {self.shorter_side} with fit = "{self.fit}"; it belongs to "crop"')
 
     def cuts(self, height: int, width: int, target: tuple[int, int], tile: int = 0) -> list[Cut]:
-        """The pictures that an image becomes, tiles row by row and all of it behind them.
+        """Return the pictures of an image: tiles row by row, then the image as a whole.
 
         Args:
-            height: of the image, in pixels.
-            width: of the image, in pixels.
+            height: height of the image, in pixels.
+            width: width of the image, in pixels.
             target: height and width of a picture.
-            tile: with `corner`, up to so many pixels an image is enlarged.
+            tile: with `corner`, the size in pixels up to which an image is enlarged.
         """
         if self.fit == "corner":
             return [self._corner(height, width, target, tile)]
@@ -83,9 +83,10 @@ class ImagesConfig(Config):
         return [*tiles, self._whole(height, width, target)]
 
     def _grid(self, height: int, width: int, target: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of the tile grid nearest in shape to the image.
+        """Return rows and columns of the tile grid nearest in shape to the image.
 
-        Of several of one shape, the largest with less than twice the pixels of the image, or the smallest.
+        Among grids of one shape, takes the largest with less than twice the pixels of the image, else the
+        smallest.
         """
         grids = [(n // columns, columns) for n in range(1, self.tiles + 1) for columns in divisors(n)]
         ratios = [abs(width / height - columns * target[1] / (rows * target[0])) for rows, columns in grids]
@@ -94,7 +95,7 @@ class ImagesConfig(Config):
         return small[-1] if small else alike[0]
 
     def _corner(self, height: int, width: int, target: tuple[int, int], tile: int) -> Cut:
-        """As `get_image_size_fit_to_canvas` of transformers: no larger than the image, nor than `tile`."""
+        """Cut as `get_image_size_fit_to_canvas` of transformers: not beyond the image size or `tile`."""
         high, wide = min(max(height, tile), target[0]), min(max(width, tile), target[1])
         if wide / width < high / height:
             scaled = min(int(height * (wide / width)) or 1, high), wide
@@ -118,5 +119,5 @@ class ImagesConfig(Config):
 
 
 def divisors(number: int) -> list[int]:
-    """Rising."""
+    """Return the divisors of a number in rising order."""
     return [one for one in range(1, number + 1) if number % one == 0]

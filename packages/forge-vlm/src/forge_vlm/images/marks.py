@@ -1,4 +1,4 @@
-"""Where do images stand in a text? n tokens. Imports no torch."""
+"""Image marks in texts and place ids in tokens. n tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 MARK = "<image>"
-"""Stands in a text where an image does."""
+"""The text that marks the place of an image."""
 
 
 class MarkedTokenizer:
-    """A tokenizer that encodes each `MARK` of a text as one id of its own, `place_id`.
+    """A tokenizer that encodes each `MARK` in a text as one additional id, `place_id`.
 
-    A tokenizer that has the mark as a control token encodes the text as a whole, as its processor in
-    `transformers` does; with others the texts before, between and behind the marks are encoded one by one, as
-    LLaVA does (`tokenizer_image_token`).
+    If the mark is a control token of the tokenizer, the text is encoded as a whole, like by its processor in
+    `transformers`; otherwise the texts before, between and after the marks are encoded one by one, as in
+    LLaVA (`tokenizer_image_token`).
 
     Attributes:
-        place_id: is no id of the tokenizer.
+        place_id: id of marks, which is no id of the tokenizer.
         vocab_size: one more than that of the tokenizer.
     """
 
@@ -37,11 +37,11 @@ class MarkedTokenizer:
         return getattr(self._inner, name)
 
     def encode(self, text: str) -> np.ndarray:
-        """[n] int64."""
+        """Return the ids, [n] int64."""
         return self._encoded(text, ())[0]
 
     def encode_places(self, text: str, spelled: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
-        """Ids [n] and the characters [n, 2] of each; see `forge_data.tokenizer.tokenizer.Tokenizer`."""
+        """Return ids [n] and their characters [n, 2]; see `forge_data.tokenizer.tokenizer.Tokenizer`."""
         ids, places = self._encoded(text, spelled, with_places=True)
         assert places is not None
         return ids, places
@@ -78,7 +78,7 @@ class MarkedTokenizer:
 
 
 def with_marks(text: str, images: int) -> str:
-    """A text with as many marks as it has images: they stand before a text without marks.
+    """Return the text with as many marks as images; a text without marks gets them at its start.
 
     Raises:
         ValueError: it has another number of marks.
@@ -90,7 +90,7 @@ def with_marks(text: str, images: int) -> str:
 
 
 PLACE = -1
-"""The id of a place of a visual token in a sample."""
+"""The id in a sample at the place of a visual token."""
 
 
 def with_places(
@@ -99,13 +99,13 @@ def with_places(
     """Replace the ids of images by place ids and layout tokens.
 
     Args:
-        ids: [n] of a `MarkedTokenizer`.
-        place_id: its.
-        layouts: of each image, texts and numbers of places; as many images as ids.
-        tokenizer: of the texts.
+        ids: [n] ids from a `MarkedTokenizer`.
+        place_id: its id of marks.
+        layouts: for each image, texts and numbers of places; as many images as ids of marks.
+        tokenizer: encodes these texts.
 
     Returns:
-        Tokens [m] int64 with `PLACE` for places, and [m] which of the n ids each is of.
+        Tokens [m] int64 with `PLACE` for places, and [m] the index of the id that each token comes from.
     """
     found, of = list[np.ndarray](), list[np.ndarray]()
     at = 0

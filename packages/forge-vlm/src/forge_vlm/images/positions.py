@@ -1,4 +1,4 @@
-"""At which positions do visual tokens stand, and the text behind them? T tokens of a sequence. No torch."""
+"""Positions of visual tokens and of the text after them. T tokens of a sequence. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def position_offsets(
     grids: Sequence[Sequence[tuple[int, int, int]]],
     doc_ids: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """`position_offsets` [axes, T] int64: what is added to the index of each token in its document.
+    """Return `position_offsets` [axes, T] int64, added to the index of each token in its document.
 
-    The text behind a picture goes on behind its largest row or column, also behind those of a video, as in
-    `transformers`. Zeros are right for text alone.
+    The text after a picture continues after its largest row or column, also after those of a video, as in
+    `transformers`. Text alone has offsets of zero.
 
     Args:
-        kind: of the positions.
+        kind: kind of positions.
         places: [T] 0 for text, else 1 + the number of the visual token in the sequence.
         images: [T] 0 for text, else 1 + the number of the image.
-        grids: of each image, frames, rows and columns of the visual tokens of its pictures.
+        grids: for each image, frames, rows and columns of the visual tokens of its pictures.
         doc_ids: [T] the document of each token.
     """
     if kind == "sequential":
@@ -56,15 +56,15 @@ def position_offsets(
 
 
 def _all(grids: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The visual tokens of an image as one row."""
+    """Return the grid of an image whose visual tokens are in one row."""
     return [(1, 1, sum(frames * rows * columns for frames, rows, columns in grids))]
 
 
 def grid_of(connector: ConnectorConfig, rows: int, columns: int) -> tuple[int, int]:
-    """Rows and columns of the visual tokens that a connector makes of so many patches.
+    """Return rows and columns of the visual tokens that a connector makes of so many patches.
 
     Raises:
-        ValueError: its tokens are no grid.
+        ValueError: its tokens form no grid.
     """
     tokens = connector.tokens(rows, columns)
     for pooled in range(1, max(rows, columns) + 1):

@@ -1,4 +1,4 @@
-"""From the file of an image to pixels, and to patches. H, W pixels, p size of a patch. No torch."""
+"""From image files to pixels and patches. H, W pixels, p size of a patch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 from forge_vlm.images.config import Cut
 
 ORIENTATION = 0x0112
-"""The EXIF tag in which a camera says how it was held, 1 to 8; from 5 on, height and width change places."""
+"""The EXIF tag with the orientation of the camera, 1 to 8; from 5 on, height and width are swapped."""
 
 DAMAGE = OSError, SyntaxError, ValueError, TypeError, struct.error
-"""What Pillow raises of a damaged image."""
+"""The exceptions that Pillow raises for a damaged image."""
 
 TIFF_SIZE = 0x0100, 0x0101
-"""The tags of a TIFF with the width and the height of what is stored."""
+"""The tags of a TIFF with the width and the height of the stored pixels."""
 
 
 def opened(raw: bytes) -> Any:
-    """An image of Pillow, of which only the header was read.
+    """Open an image with Pillow, reading only its header.
 
     Raises:
-        ValueError: it is no image that Pillow knows, or one so large that reading it would be an attack.
+        ValueError: Pillow knows no such format, or the image is so large that it may be an attack.
         ImportError: Pillow is missing.
     """
     try:
@@ -39,7 +39,7 @@ def opened(raw: bytes) -> Any:
 
 
 def size_of(raw: bytes) -> tuple[int, int]:
-    """Height and width in pixels of an image turned as its camera says, from the header of its file.
+    """Return height and width in pixels of an image, oriented as its EXIF tag says, from its file header.
 
     Raises:
         ValueError: it is no image.
@@ -51,7 +51,7 @@ def size_of(raw: bytes) -> tuple[int, int]:
 
 
 def _orientation(image: Any) -> int:
-    """How an image is turned, from the header of its file; what PNG says behind its pixels is ignored."""
+    """Return the EXIF orientation of an image; in a PNG only if it comes before the pixels."""
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     try:
@@ -62,7 +62,7 @@ def _orientation(image: Any) -> int:
 
 
 def decoded(raw: bytes) -> Any:
-    """An image of Pillow turned as its camera says, in colour; what is transparent is laid on white.
+    """Decode an image with Pillow, oriented as its EXIF tag says, as RGB; transparent parts become white.
 
     Raises:
         ValueError: it is damaged.
@@ -77,7 +77,7 @@ def decoded(raw: bytes) -> Any:
             below = Image.new("RGBA", image.size, (255, 255, 255, 255))
             image = Image.alpha_composite(below, image.convert("RGBA"))
         return image.convert("RGB")
-    # Pillow writes EXIF anew when it turns an image, and stumbles over what is no number there
+    # Pillow rewrites EXIF when it turns an image, and fails at values there that should be numbers
     except (*DAMAGE, Image.DecompressionBombError) as error:
         raise ValueError(f"a damaged image: {error}") from None
 
@@ -85,13 +85,13 @@ def decoded(raw: bytes) -> Any:
 def pictures_of(
     image: Any, cuts: Sequence[Cut], resample: str, fill: tuple[int, int, int]
 ) -> list[np.ndarray]:
-    """The cuts of an image of Pillow, each [H, W, 3] uint8.
+    """Return the cuts of an image of Pillow, each [H, W, 3] uint8.
 
     Args:
-        image: in colour.
+        image: an RGB image.
         cuts: see `ImagesConfig.cuts`.
         resample: see `ImagesConfig`.
-        fill: the colour around an image that is laid on a canvas.
+        fill: colour of a canvas around an image.
     """
     from PIL import Image
 
@@ -114,9 +114,9 @@ def pictures_of(
 
 
 def patches_of(pixels: np.ndarray, size: int) -> np.ndarray:
-    """[H, W, 3] -> [H/p * W/p, p * p * 3], row by row; in a patch row by row, colours last.
+    """[H, W, 3] -> [H/p * W/p, p * p * 3], row by row; within a patch row by row, colours last.
 
-    What is over at the bottom and at the right is cut off.
+    Rows and columns that fill no patch, at the bottom and at the right, are cut off.
     """
     rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
     cut = (

@@ -1,4 +1,4 @@
-"""A prompt with images, as a model takes it. T tokens. Imports no torch."""
+"""Prompts with images as inputs of a model. T tokens. Imports no torch."""
 
 from __future__ import annotations
 

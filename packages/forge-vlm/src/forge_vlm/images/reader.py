@@ -1,4 +1,4 @@
-"""What a vision-language model makes of images: an `ItemReader` of forge-data. Imports no torch."""
+"""The `ItemReader` of vision-language models: images to patches and places. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from forge_data.sources.items import Size
 
 VERSION = 2
-"""Another number when the same image would become other patches."""
+"""Version of the conversion; changes whenever the same image would become other patches."""
 
 
 class ImageReader:
-    """Images as pictures of the tower. See `forge_data.sources.items.ItemReader`.
+    """Converts images to pictures for the tower. See `forge_data.sources.items.ItemReader`.
 
     Attributes:
-        digest: names all that decides what is made of an image.
-        ragged: what `read` returns of no image.
-        host: of these, what stays on the host.
+        digest: names everything that decides about the result for an image.
+        ragged: the arrays of `read`, empty.
+        host: names of inputs that stay on the host.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class ImageReader:
 
     @property
     def ragged(self) -> Mapping[str, np.ndarray]:
-        """Dtype and shape of the rows of each array of `read`."""
+        """Empty arrays with the names, dtypes and row shapes of the arrays of `read`."""
         pixels = 3 * self.encoder.patch_size**2
         return {"patches": np.empty((0, pixels), np.uint8), "grids": np.empty((0, 3), np.int64)}
 
     @property
     def by_token(self) -> tuple[str, ...]:
-        """The per-token inputs that `sequence` returns, [..., T]."""
+        """The names of the inputs from `sequence` with a value for each token, [..., T]."""
         offsets = () if self.positions == "sequential" else ("position_offsets",)
         return ("image_index", *self.fusion.by_token(), *offsets)
 
@@ -72,28 +72,28 @@ class ImageReader:
         return Size(*measured(raw, self.video))
 
     def cuts(self, size: Size) -> list[Cut]:
-        """The pictures that the tower is given of an image, or of each frame, of that size."""
+        """Return the pictures that the tower gets from an image, or from each frame, of that size."""
         target = self.encoder.resized(size.height, size.width)
         cuts = self.images.cuts(size.height, size.width, target, self.image_size)
         # the last one is all of the image
         return cuts[-1:] if size.frames > 1 else cuts
 
     def grids(self, size: Size) -> list[tuple[int, int]]:
-        """Rows and columns of patches of each of these pictures."""
+        """Return rows and columns of patches of each picture of `cuts`."""
         patch = self.encoder.patch_size
         return [(cut.height // patch, cut.width // patch) for cut in self.cuts(size)]
 
     def merged(self, frames: int) -> int:
-        """How many frames are left of so many."""
+        """Return the number of frames after merging so many."""
         return frames if self.video is None else -(-frames // self.video.merge)
 
     def layout(self, size: Size) -> list[str | int]:
-        """See `ItemReader.layout`: as many places as the fusion gives the visual tokens."""
+        """See `ItemReader.layout`; has as many places as the fusion needs for the visual tokens."""
         around = [self.images.before, self.fusion.places(self.visual_tokens(size)), self.images.after]
         return [part for part in around if part]
 
     def visual_tokens(self, size: Size) -> int:
-        """How many the connector makes of all pictures of an image, or of the merged frames of a video."""
+        """Return the number of visual tokens of all pictures of an image, or of a video after merging."""
         return self.merged(size.frames) * sum(map(self._tokens, self.grids(size)))
 
     def read(self, raw: bytes | np.ndarray, size: Size) -> dict[str, np.ndarray]:
@@ -111,7 +111,7 @@ class ImageReader:
         }
 
     def _opened(self, raw: bytes | np.ndarray, size: Size) -> list[Any]:
-        """The image, or the frames of a video."""
+        """Return the image, or the frames of a video."""
         from PIL import Image
 
         if isinstance(raw, bytes) and not is_video(raw):
@@ -147,9 +147,9 @@ class ImageReader:
         return given | self.fusion.arrays(places, images, doc_ids, counts)
 
     def _pooled(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of the visual tokens of a picture."""
+        """Return rows and columns of the visual tokens of a picture."""
         return grid_of(self.connector, *grid) if self.positions == "grid" else (1, self._tokens(grid))
 
     def _tokens(self, grid: tuple[int, int]) -> int:
-        """Visual tokens of a picture of so many patches."""
+        """Return the number of visual tokens of a picture with so many rows and columns of patches."""
         return self.connector.tokens(*grid, self.encoder.extras(*grid))

@@ -1,4 +1,4 @@
-"""From the file of a video to frames at stated times. No torch."""
+"""From video files to frames at even distances. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from forge_config import Config, Meta
 Count = Annotated[int, Meta(ge=1)]
 
 STARTS = ((4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (8, b"AVI "), (0, b"\x00\x00\x01\xba"))
-"""What stands where in files of MP4 and MOV, WebM and Matroska, AVI and MPEG."""
+"""Offset and first bytes of files of MP4 and MOV, WebM and Matroska, AVI and MPEG."""
 
 
 class VideoConfig(Config):
-    """How a video becomes frames, each of which the tower is given as an image.
+    """How a video becomes frames, each of which is an image for the tower.
 
-    Frames stand at even distances, the first and the last of the video among them.
+    Frames are at even distances and include the first and the last of the video.
 
     Attributes:
-        frames_per_s: frames a second of the video, rounded to a whole number of frames.
-        min_frames: of a short video; one that has fewer shows some of them twice.
-        max_frames: of a long one.
-        merge: so many frames that follow each other become one: their visual tokens are averaged.
+        frames_per_s: number of frames per second of the video; the total is rounded.
+        min_frames: least number of frames of a video; if the file has fewer, some are used twice.
+        max_frames: largest number of frames of a video.
+        merge: number of consecutive frames whose visual tokens are averaged into those of one.
     """
 
     frames_per_s: Annotated[float, Meta(gt=0)] = 1.0
@@ -38,7 +38,7 @@ class VideoConfig(Config):
             yield (f"video.min_frames = {self.min_frames} is above video.max_frames = {self.max_frames}")
 
     def count(self, duration_s: float) -> int:
-        """Frames that are taken of a video."""
+        """Return the number of frames taken from a video."""
         return min(max(round(duration_s * self.frames_per_s), self.min_frames), self.max_frames)
 
 
@@ -48,7 +48,7 @@ def is_video(raw: bytes) -> bool:
 
 
 def measured(raw: bytes, config: VideoConfig) -> tuple[int, int, int]:
-    """Frames that are taken, height and width in pixels, from the header of a file.
+    """Return number of taken frames, height and width in pixels, from the header of a file.
 
     Raises:
         ValueError: it is damaged, or has no pictures.
@@ -59,7 +59,7 @@ def measured(raw: bytes, config: VideoConfig) -> tuple[int, int, int]:
 
 
 def frames_of(raw: bytes, count: int) -> list[np.ndarray]:
-    """`count` frames [H, W, 3] uint8 at even distances: at each time the one that is shown then.
+    """Return `count` frames [H, W, 3] uint8 at even distances: those on display at these times.
 
     Raises:
         ValueError: the file is damaged.
@@ -99,7 +99,7 @@ def _opened(raw: bytes) -> Any:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """What PyAV raises of a damaged video; not all of it is an `OSError`."""
+    """Return the exceptions that PyAV raises for a damaged video; not all of them are an `OSError`."""
     from av.error import FFmpegError
 
     return OSError, ValueError, FFmpegError

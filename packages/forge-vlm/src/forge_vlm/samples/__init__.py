@@ -1,1 +1,1 @@
-"""Samples of text and images, laid into sequences; needs the extra `data`."""
+"""Samples of text and images, packed into sequences; needs the extra `data`."""

@@ -1,4 +1,4 @@
-"""From rows to samples, by several processes, the same whatever their number. Needs forge-data."""
+"""From rows to samples by several processes; the result does not depend on their number. Needs forge-data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forge_vlm.samples.rows import Image, InFile, RowLayout
 from forge_vlm.samples.store import Prepared, SampleWriter, Unreadable, read_file
 
 NAMED = 5
-"""So many damaged images are named."""
+"""Number of damaged images that are named."""
 
 Rows = Callable[[Task, list[str]], Iterator[tuple[str, dict[str, Any]]]]
 
@@ -32,12 +32,12 @@ class Preparation(NamedTuple):
     """How rows become samples.
 
     Attributes:
-        layout: of a row.
-        tokenizer: of its text.
-        reader: of its images.
+        layout: layout of a row.
+        tokenizer: tokenizer of its text.
+        reader: reader of its images.
         held: which rows are taken.
-        decode: read every image, rather than the header of its file.
-        skip: leave out samples with a damaged image, rather than stop.
+        decode: whether every image is decoded; otherwise only the header of its file is read.
+        skip: whether samples with a damaged image are left out; otherwise they are an error.
         rows: reads a part of a file.
     """
 
@@ -50,7 +50,7 @@ class Preparation(NamedTuple):
     rows: Rows = rows
 
     def named(self, tokenizer: Tokenizer) -> tuple[Any, ...]:
-        """The settings that decide which samples rows become, but for the split and the image reader."""
+        """Return the settings that decide about the samples, except the split and the image reader."""
         layout = self.layout
         told = sorted(getattr(self.rows, "keywords", {}).items())  # of a `partial`: other options, other rows
         where = layout.images, layout.texts, layout.mark, str(layout.root)
@@ -68,13 +68,13 @@ def make_samples(tasks: Sequence[Task], folder: Path, how: Preparation, making: 
 
     Args:
         tasks: parts of files of rows.
-        folder: see `SampleStore`.
-        how: rows become samples.
-        making: with how many processes.
-        what: is made, for messages.
+        folder: folder of the samples; see `SampleStore`.
+        how: how rows become samples.
+        making: number of processes, and messages.
+        what: subject of messages.
 
     Raises:
-        DataError: a file or an image is damaged, a row is not what the layout needs, or none is left.
+        DataError: a file or an image is damaged, a row does not have the layout, or no sample is left.
     """
     total, done = sum(task.bytes for task in tasks), 0
     files = len({task.path for task in tasks})
@@ -132,24 +132,24 @@ def _made_of(task: Task, how: Preparation) -> _Made:
 
 
 class Damaged(Exception):
-    """A row with an image that is damaged, to be left out."""
+    """A row has a damaged image and is to be left out."""
 
 
 def sample_of(
     name: str, row: dict[str, Any], folder: Path, how: Preparation, tokenizer: Tokenizer
 ) -> Prepared | None:
-    """The sample of a row; None where it has no text.
+    """Return the sample of a row; None if it has no text.
 
     Args:
-        name: of the row.
-        row: of a file.
-        folder: of that file.
-        how: rows become samples.
-        tokenizer: that of `how`.
+        name: name of the row.
+        row: columns of the row.
+        folder: folder of its file.
+        how: how rows become samples.
+        tokenizer: the tokenizer of `how`, built.
 
     Raises:
-        DataError: an image is damaged, or the row is not what the layout needs.
-        Damaged: an image is, and such samples are to be left out.
+        DataError: an image is damaged, or the row does not have the layout.
+        Damaged: an image is damaged, and such samples are to be left out.
     """
     try:
         images = how.layout.images_of(row, folder)
@@ -173,10 +173,10 @@ def prepared(
     how: Preparation,
     tokenizer: Tokenizer,
 ) -> Prepared | None:
-    """The sample of a row; None where it has no text.
+    """Return the sample of a row whose images were measured; None if it has no text.
 
     Raises:
-        DataError: its text has other marks than it has images, or nothing in it is a target.
+        DataError: its text has another number of marks than it has images, or it has no target.
     """
     marked: Any = MarkedTokenizer(tokenizer)
     document = how.layout.document(row, tokenizer)
@@ -202,15 +202,15 @@ def _measured(image: Image, how: Preparation) -> Size:
 
 
 def key_of(files: Sequence[Path], root: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of the last change of each file: what samples are named after."""
+    """Return name, size and time of the last change of each file, which name the samples."""
     return [(str(f.relative_to(root)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
 
 def image_reader(items: ItemReader | None) -> ItemReader:
-    """The reader of images of a model.
+    """Return the image reader of a model.
 
     Raises:
-        DataError: it makes nothing of them.
+        DataError: the model reads no images.
     """
     if items is None:
         raise DataError('a source of images, and a model that takes none; use model.type = "vision-language"')

@@ -1,4 +1,4 @@
-"""Samples of text and images laid into sequences, none ever cut. T tokens a sequence, rows of C = T + 1."""
+"""Packing of samples of text and images, never cut. T tokens a sequence, rows of C = T + 1."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from forge_data.sources.items import ItemReader, Size
 from forge_vlm.samples.sequences import Sample, SampleSequences
 
 LOOKED_AT = 256
-"""So many sequences tell how large those of a source are."""
+"""Number of sequences from which the size of sequences of a source is estimated."""
 
 
 class Samples(Protocol):
     """The samples of a source. It pickles small.
 
     Attributes:
-        digest: names their content, what is made of it, and the tokenizer.
-        lengths: [n] tokens of each, places too; known without any image.
+        digest: names their content, their preparation, and the tokenizer.
+        lengths: [n] number of tokens of each sample, with image places; known without reading images.
     """
 
     digest: str
     lengths: np.ndarray
 
     def sizes(self, number: int) -> Sequence[Size]:
-        """Of the images of one of them, which are not read."""
+        """Return the sizes of the images of a sample without reading them."""
         ...
 
     def sample(self, number: int) -> Sample:
-        """One of them.
+        """Return a sample.
 
         Raises:
             DataError: it is damaged.
@@ -44,18 +44,18 @@ class Samples(Protocol):
 
 
 class SamplePacking(Packing):
-    """Sequences of whole samples: in their order, as many as fit; where they fit best; or one each.
+    """Sequences of complete samples: as many as fit in their order, by best fit, or one per sequence.
 
     Padding follows them.
 
     Args:
-        samples: of the source.
-        reader: of the model.
+        samples: samples of the source.
+        reader: image reader of the model.
         data: the section `[data]`.
-        eos_id: stands at places and in padding.
+        eos_id: id at image places and in padding.
 
     Raises:
-        DataError: a sample is longer than a sequence, or the section asks for what cannot be done.
+        DataError: a sample is longer than a sequence, or `[data]` asks for something impossible.
     """
 
     def __init__(self, samples: Samples, reader: ItemReader, data: DataConfig, eos_id: int) -> None:
@@ -99,13 +99,13 @@ class SamplePacking(Packing):
         return self._sequences.of([self._row(int(number)) for number in samples])
 
     def token_counts(self, samples: np.ndarray) -> np.ndarray:
-        """See `Packing.token_counts`; places of images are no padding."""
+        """See `Packing.token_counts`; image places are no padding."""
         ends = np.concatenate([[0], np.cumsum(self._samples.lengths[self._order])])
         counts = ends[self._starts[samples + 1]] - ends[self._starts[samples]]
         return np.minimum(counts, self.max_tokens)
 
     def _rows(self, lengths: np.ndarray, packing: str) -> tuple[np.ndarray, np.ndarray]:
-        """[samples] the samples in the order of their rows, and [rows + 1] where each row starts there."""
+        """Return the samples in the order of their rows, and the start of each row in it, [rows + 1]."""
         room = self.max_tokens + 1
         if len(long := np.flatnonzero(lengths > room)):
             raise DataError(
@@ -128,7 +128,7 @@ class SamplePacking(Packing):
         return order, np.array(starts, dtype=np.int64)
 
     def _beside(self) -> list[tuple[np.ndarray, int]]:
-        """[n] visual tokens of each sample, and most of a row: where they stand beside its tokens."""
+        """Return the visual tokens [n] of samples and the most per row, if they are beside the tokens."""
         if not (most := self._reader.tokens_beside):
             return []
         sizes = (self._samples.sizes(number) for number in range(len(self._samples.lengths)))
@@ -141,7 +141,7 @@ class SamplePacking(Packing):
         return [(visual, most)]
 
     def _sequence_bytes(self) -> int:
-        """Of the sequence with the largest images, of some of them."""
+        """Return the size of the sequence with the largest images among some sequences."""
         spread = np.unique(np.linspace(0, len(self) - 1, LOOKED_AT).astype(np.int64))
         row = max(spread.tolist(), key=lambda number: sum(map(_pixels, self._sizes(number))))
         read = self._sequences.of([self._row(row)]).ragged.values()

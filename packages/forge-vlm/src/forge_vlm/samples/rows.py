@@ -1,4 +1,4 @@
-"""How does a row become a text with marks, and the images that stand there? Needs forge-data."""
+"""From a row to a text with marks and the images at these marks. Needs forge-data."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from forge_data.tokenizer.tokenizer import Tokenizer
 from forge_vlm.images.marks import MARK
 
 SPEAKERS = {"human": "user", "gpt": "assistant"}
-"""Who speaks in conversations of LLaVA, whose messages have the keys `from` and `value`."""
+"""Roles of speakers in conversations of LLaVA, whose messages have the keys `from` and `value`."""
 
 
 class InFile(NamedTuple):
     """An image that is part of a file.
 
     Attributes:
-        path: of the file.
-        offset: where its bytes begin.
-        length: how many they are; -1 is all from `offset`.
+        path: path of the file.
+        offset: index of its first byte.
+        length: number of its bytes; -1 means all from `offset` on.
     """
 
     path: Path
@@ -37,11 +37,11 @@ class RowLayout(NamedTuple):
     """Which columns of a row are images, and where they stand in its text.
 
     Attributes:
-        columns: make the text.
+        columns: columns of the text.
         images: the column with an image, or a list of them.
         texts: the column with the texts of an interleaved document, where null stands for the next image.
-        mark: how the text says where an image stands.
-        root: the folder that names of image files are relative to; None: that of the rows.
+        mark: text that marks the place of an image.
+        root: folder of relative image file names; None means that of the rows.
     """
 
     columns: Columns
@@ -56,10 +56,10 @@ class RowLayout(NamedTuple):
         return [self.images, self.texts] if self.texts else [*self.columns.names, self.images]
 
     def document(self, row: dict[str, Any], tokenizer: Tokenizer) -> Document:
-        """The text with a `MARK` for each image.
+        """Return the text with a `MARK` for each image.
 
         Raises:
-            DataError: the row has not these columns, or other images than marks.
+            DataError: the row lacks these columns, or has another number of images than marks.
         """
         count = len(_listed(row.get(self.images)))
         if self.texts:
@@ -77,19 +77,19 @@ class RowLayout(NamedTuple):
         return document._replace(spelled=tuple(place for place in document.spelled if place not in inside))
 
     def images_of(self, row: Mapping[str, Any], folder: Path) -> list[Image]:
-        """The images of a row.
+        """Return the images of a row.
 
         Args:
-            row: of a file.
-            folder: of that file.
+            row: columns of the row.
+            folder: folder of its file.
 
         Raises:
-            DataError: one of them is no image, or its file is gone.
+            DataError: one of them is no image, or its file does not exist.
         """
         return [_image(value, self.root or folder) for value in _listed(row.get(self.images))]
 
     def _marked(self, row: dict[str, Any], count: int) -> dict[str, Any]:
-        """The row with a mark for each image; they stand before a text without marks."""
+        """Return the row with a mark for each image; a text without marks gets them at its start."""
         columns = self.columns
         if isinstance(columns, MessagesColumn):
             messages = [_message(one, self.mark, columns.template) for one in row.get(columns.field) or []]
@@ -129,7 +129,7 @@ def _image(value: Any, folder: Path) -> Image:
 
 
 def _message(message: Any, mark: str, template: str) -> dict[str, Any]:
-    """A message with `role` and `content`, whose parts become one text unless the template reads them."""
+    """Return a message with `role` and `content`, its parts as one text unless the template reads them."""
     if not isinstance(message, Mapping):
         raise DataError(f"a message is {type(message).__name__}; expected an object")
     found = dict(message)
@@ -189,7 +189,7 @@ def _found(text: str, part: str) -> Iterable[int]:
 
 
 def _replaced(document: Document, mark: str) -> Document:
-    """A document with `MARK` where it has another mark."""
+    """Replace another mark in a document by `MARK`."""
     starts = list(_found(document.text, mark))
     grows = len(MARK) - len(mark)
 

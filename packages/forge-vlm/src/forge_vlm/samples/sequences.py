@@ -1,4 +1,4 @@
-"""Whole samples laid into sequences, as arrays. T tokens a sequence, rows of C = T + 1. Needs forge-data."""
+"""Sequences of complete samples as arrays. T tokens a sequence, rows of C = T + 1. Needs forge-data."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Sample(NamedTuple):
     """One sample.
 
     Attributes:
-        tokens: [L] int64, `PLACE` where visual tokens stand; the last one ends it.
-        targets: [L] bool, whether each token is to be predicted; a place never is.
+        tokens: [L] int64, `PLACE` at places of visual tokens; the last token ends the sample.
+        targets: [L] bool, whether each token is a target; a place never is.
         items: raw images and their sizes, in the order of their places.
-        name: of the sample, for messages.
+        name: name of the sample, for messages.
     """
 
     tokens: np.ndarray
@@ -34,9 +34,9 @@ class SampleSequences:
     """Makes sequences of samples; padding follows them.
 
     Args:
-        reader: of the model.
+        reader: image reader of the model.
         data: the section `[data]`.
-        eos_id: stands at places and in padding.
+        eos_id: id at image places and in padding.
     """
 
     def __init__(self, reader: ItemReader, data: DataConfig, eos_id: int) -> None:
@@ -51,7 +51,7 @@ class SampleSequences:
         return self.reader.sequence(none, [], none) | documents
 
     def of(self, samples: Sequence[Sequence[Sample]]) -> Sequences:
-        """A sequence of each list of samples, which must fit."""
+        """Return one sequence for each list of samples, which must fit."""
         rows = [self._row(one) for one in samples]
         tokens = np.stack([row.tokens for row in rows])
         ignored = np.nonzero(np.stack([~row.targets[1:] for row in rows]))

@@ -1,9 +1,9 @@
-"""Samples of text and images on a disk: their tokens, and where their images are. Needs forge-data.
+"""Samples of text and images on disk: their tokens, and where their images are. Needs forge-data.
 
 A folder with raw arrays: `tokens.bin` (int32, `PLACE` for places), `targets.bin` (a byte each), `samples.bin`
 (`SAMPLE`), `names.bin`, `items.bin` (`ITEM`), `files.bin` and `file_ends.bin` (names of the files of images),
-`images.bin` (images that are no files) and `manifest.json`. It is written beside its place, published by one
-rename.
+`images.bin` (images that are no files) and `manifest.json`. It is written under another name and renamed once
+it is complete.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from forge_vlm.samples.rows import Image, InFile
 from forge_vlm.samples.sequences import Sample
 
 HEAD = 64 << 10
-"""So many first bytes of an image are hashed: another file of the same name is found out."""
+"""Number of first bytes of an image that are hashed, to detect another file with the same name."""
 
 SAMPLE = np.dtype([("tokens", "<i8"), ("items", "<i8"), ("name", "<i8")])
-"""Where the tokens, images and name of a sample end."""
+"""The indices at which the tokens, images and name of a sample end."""
 
 ITEM = np.dtype(
     [
@@ -38,18 +38,18 @@ ITEM = np.dtype(
         *((name, "<i8") for name in ("frames", "height", "width")),
     ]
 )
-"""Of an image; file -1 is `images.bin`."""
+"""The record of an image; file -1 is `images.bin`."""
 
 
 class Prepared(NamedTuple):
     """A sample as the store keeps it.
 
     Attributes:
-        name: of its row.
-        tokens: [L] int64, `PLACE` where visual tokens stand.
+        name: name of its row.
+        tokens: [L] int64, `PLACE` at places of visual tokens.
         targets: [L] bool.
-        images: in the order of their places.
-        sizes: of the images.
+        images: images in the order of their places.
+        sizes: sizes of the images.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Manifest(Config):
 
     Attributes:
         digest: names the content of the samples.
-        samples: how many there are.
-        skipped: rows that were left out because an image is damaged.
+        samples: number of samples.
+        skipped: number of rows that were left out because an image is damaged.
     """
 
     digest: str
@@ -74,7 +74,7 @@ class Manifest(Config):
 
 
 def head_of(raw: bytes) -> int:
-    """The hash of the first bytes of an image."""
+    """Return the hash of the first bytes of an image."""
     return xxhash.xxh3_64_intdigest(raw[:HEAD])
 
 
@@ -82,9 +82,9 @@ class SampleWriter:
     """Writes samples into a folder that appears when all are written.
 
     Attributes:
-        samples: how many were added.
-        images: how many they have.
-        has_targets: whether one has a target.
+        samples: number of samples added.
+        images: number of their images.
+        has_targets: whether any of them has a target.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -130,7 +130,7 @@ class SampleWriter:
         self.has_targets |= bool(sample.targets[1:].any())
 
     def publish(self, skipped: int) -> None:
-        """Give the folder its name."""
+        """Complete the folder and give it its name."""
         names = [os.fsencode(path.resolve()) for path in self._files]
         self._open["files"].write(b"".join(names))
         self._open["file_ends"].write(np.cumsum([len(name) for name in names], dtype="<i8").tobytes())
@@ -213,16 +213,16 @@ class SampleStore:
 
 
 def size_of(item: np.void) -> Size:
-    """The size of an image as it was when it was tokenized."""
+    """Return the size that an image had when it was tokenized."""
     return Size(*(int(item[name]) for name in ("frames", "height", "width")))
 
 
 class Unreadable(DataError):
-    """A file that is there and cannot be read: another process might, or this one later."""
+    """A file exists but cannot be read; another process might read it, or this one later."""
 
 
 def read_file(image: InFile) -> bytes:
-    """The bytes of an image in a file.
+    """Return the bytes of an image in a file.
 
     Raises:
         DataError: there is no such file.

@@ -1,4 +1,4 @@
-"""Samples of text and images that are read while a run trains, none ever cut. Needs forge-data."""
+"""Samples of text and images that are read during training, never cut. Needs forge-data."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from forge_vlm.samples.sequences import Sample, SampleSequences
 from forge_vlm.samples.store import Prepared, read_file
 
 LOOKED_AT = 64
-"""After so many samples without an image the first lane says so."""
+"""Number of samples without any image after which the first lane reports it."""
 
 Row = tuple[str, dict[str, Any], Path]
-"""Its name, its columns, and the folder of its file."""
+"""The name of a row, its columns, and the folder of its file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class StreamedSamples(Streamed):
     """Rows with images and text.
 
     Attributes:
-        prepares: how rows become samples, by a tokenizer and the reader of a model.
-        version: another one when the same rows would become other samples.
+        prepares: returns how rows become samples, for a tokenizer and the image reader of a model.
+        version: version of the preparation; changes whenever the same rows would become other samples.
     """
 
     prepares: Callable[[TokenizerConfig, ItemReader, Held], Preparation]
@@ -56,24 +56,24 @@ class StreamedSamples(Streamed):
         return SampleStream(self, how, data, lanes, seed, places)
 
     def digest(self, how: Preparation, tokenizer: Tokenizer, named: str) -> str:
-        """Digest of the files read and of their preparation with the tokenizer `named`."""
+        """Return the digest of the files read and of their preparation with the tokenizer `named`."""
         said = how.named(tokenizer), how.reader.digest, named, *self.key_of_parts()
         return f"{key(self.version, *said):016x}"
 
 
 class SampleStream(Stream):
-    """Sequences of whole samples in the order of their lane, as many as fit.
+    """Sequences of complete samples in the order of their lane, as many as fit.
 
     Args:
-        source: what is read.
-        how: rows become samples.
+        source: the rows to read.
+        how: how rows become samples.
         data: the section `[data]`.
-        lanes: how many there are.
-        seed: of the order.
-        places: where lanes begin; the start of the stream for those that are not named.
+        lanes: number of lanes.
+        seed: seed of the order.
+        places: places where lanes begin; other lanes begin at the start of the stream.
 
     Raises:
-        DataError: samples would see each other.
+        DataError: samples of a sequence would see each other.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class SampleStream(Stream):
 
 
 class SampleLane(Lane[Row]):
-    """Rows become samples when they are reached; one that does not fit begins the next sequence.
+    """Rows become samples when they are reached; a sample that does not fit begins the next sequence.
 
-    Which samples are left out is a function of the files: a lane is read by one rank of those that read other
-    data, and those that read the same find the same damage.
+    Which samples are left out depends on the files only: among ranks with different data one rank reads a
+    lane, and ranks with the same data find the same damage.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SampleLane(Lane[Row]):
     ) -> None:
         super().__init__(source, seed, lane, lanes)
         self._how, self._tokenizer, self._room, self._damaged = how, tokenizer, room, 0
-        self._is_first = lane == 0  # which tells what is odd about all of them
+        self._is_first = lane == 0  # the first lane reports findings about all lanes
         self._waiting: Prepared | None = None
 
     def start(self, place: Place) -> None:
@@ -145,15 +145,15 @@ class SampleLane(Lane[Row]):
         return self._place
 
     def read(self, task: Task) -> list[Row]:
-        """See `Lane.read`; files of images are not."""
+        """See `Lane.read`; does not read files of images."""
         folder = Path(str(task.path)).parent
         return [(name, row, folder) for name, row in self._how.rows(task, self._how.layout.names)]
 
     def next(self) -> list[Sample]:
-        """The samples of the next sequence.
+        """Return the samples of the next sequence.
 
         Raises:
-            DataError: one fits into none.
+            DataError: a sample is too large for any sequence.
         """
         taken: list[Prepared] = []
         tokens, beside, most = 0, 0, self._how.reader.tokens_beside
@@ -174,18 +174,18 @@ class SampleLane(Lane[Row]):
         return [_whole(sample) for sample in taken]
 
     def _ahead(self) -> Prepared:
-        """The sample that comes next, at `_place`."""
+        """Return the next sample, that at `_place`."""
         if self._waiting is None:
             self._place, self._waiting = next(self._samples)
         return self._waiting
 
     def _beside(self, sample: Prepared) -> int:
-        """Its visual tokens, where they stand beside its text."""
+        """Return the number of visual tokens of a sample if these are beside its tokens, otherwise 0."""
         reader = self._how.reader
         return sum(map(reader.visual_tokens, sample.sizes)) if reader.tokens_beside else 0
 
     def _made(self, place: Place) -> Iterator[tuple[Place, Prepared]]:
-        """The samples of rows that have one, from a place on, without end."""
+        """Yield samples and their places, from a place on, endlessly; rows without a sample are left out."""
         last, seen, has_images = place.window, 0, not self._is_first
         for at, (name, row, folder) in self.documents(place):
             if at.window > last + self.windows:

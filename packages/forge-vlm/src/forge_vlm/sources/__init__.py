@@ -1,1 +1,1 @@
-"""Where samples come from; needs the extra `data`."""
+"""Sources of samples with images; needs the extra `data`."""

@@ -1,4 +1,4 @@
-"""Rows with images and text: data sets of the hub, tables, and lines of JSON beside image files."""
+"""Rows with images and text: hub data sets, tables, and lines of JSON beside image files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from forge_vlm.samples.store import SampleStore
 from forge_vlm.samples.stream import StreamedSamples
 
 VERSION = 1
-"""Another number when the same rows would become other samples."""
+"""Version of the preparation; changes whenever the same rows would become other samples."""
 
 
 @sources.register("image-text")
@@ -40,7 +40,8 @@ class ImageTextConfig(HfConfig):
     Attributes:
         images: the column with an image or a list of images: as `datasets` stores them, bytes, or names of
             files. A row without images is a sample of text.
-        texts: of interleaved documents as in OBELICS: a list, with null at the place of each image.
+        texts: the column of interleaved documents as in OBELICS: a list, with null at the place of each
+            image.
         mark: the text that marks the place of an image; without marks, images stand before the text, or
             before the first message of the user.
         root: the folder of relative image file names; absent means that of the rows.
@@ -73,11 +74,11 @@ class ImageTextConfig(HfConfig):
             )
 
     def rows(self) -> Rows:
-        """The reader of the files."""
+        """Return the reader of the files."""
         return rows
 
     def layout(self) -> RowLayout:
-        """Which columns are images, and which are text."""
+        """Return which columns are images, and which are text."""
         root = None if self.root is None else Path(self.root).expanduser().absolute()
         return RowLayout(self.columns(), self.images, self.texts, self.mark, root)
 
@@ -85,7 +86,7 @@ class ImageTextConfig(HfConfig):
         """See `SourceConfig.packing`.
 
         Raises:
-            DataError: the model reads no images, or there are no such samples.
+            DataError: the model reads no images, or there are no samples.
         """
         reader = image_reader(opening.items)
         tokenizer = opening.tokenizer.build()
@@ -110,7 +111,7 @@ class ImageTextConfig(HfConfig):
         return SamplePacking(SampleStore(folder), reader, opening.data, tokenizer.eos_id)
 
     def preparation(self, tokenizer: TokenizerConfig, reader: ItemReader, held: Held) -> Preparation:
-        """How rows become samples."""
+        """Return how rows become samples."""
         decode, skip = self.check == "decode", self.damaged == "skip"
         return Preparation(self.layout(), tokenizer, reader, held, decode, skip, self.rows())
 

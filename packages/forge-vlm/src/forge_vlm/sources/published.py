@@ -1,4 +1,4 @@
-"""Data sets in the form in which their authors give them: COCO with Karpathy's splits, WebVid."""
+"""Data sets in the form in which their authors publish them: COCO with Karpathy's splits, WebVid."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class CocoKarpathyConfig(ImageTextConfig):
     """`dataset_coco.json` of Karpathy and Fei-Fei (arXiv:1412.2306): each caption of an image is a sample.
 
     Attributes:
-        path: that file.
+        path: path of that file.
         root: the folder with `train2014` and `val2014`; absent means that of the file.
-        split: `train`, which has what the file calls `restval` too, `val` or `test`.
-        validation: the split that is held out.
+        split: `train`, which includes `restval` of the file, `val` or `test`.
+        validation: the split for validation.
     """
 
     split: KarpathySplit = "train"  # type: ignore[assignment]
@@ -60,12 +60,13 @@ class CocoKarpathyConfig(ImageTextConfig):
 
 @sources.register("webvid")
 class WebVidConfig(ImageTextConfig):
-    """Tables (.csv) with a clip in each row, as WebVid has them (arXiv:2104.00650); see `[model.video]`.
+    """Tables (.csv) with a clip in each row, as in WebVid (arXiv:2104.00650); see `[model.video]`.
 
     Attributes:
         path: a table, a folder of them or a pattern.
         root: the folder with the clips; absent means that of the table.
-        clip: where a clip is, made of the columns of its row; `{videoid:.3}` are the first three letters.
+        clip: pattern for the path of a clip, from the columns of its row; `{videoid:.3}` are the first three
+            letters.
         text: the column with the caption.
     """
 
@@ -82,16 +83,16 @@ class WebVidConfig(ImageTextConfig):
 
 
 def whole(file: Path, root: Path) -> list[Task]:
-    """A file that is read as a whole."""
+    """Return the task of reading a complete file."""
     size = file.stat().st_size
     return [Task(file, file.relative_to(root).as_posix(), 0, size, size)]
 
 
 def karpathy_rows(task: Task, names: list[str], split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and columns of each caption of a split.
+    """Yield name and columns of each caption of a split.
 
     Raises:
-        DataError: the file is not of that form.
+        DataError: the file does not have that form.
     """
     wanted = ("train", "restval") if split == "train" else (split,)
     try:
@@ -108,7 +109,7 @@ def karpathy_rows(task: Task, names: list[str], split: str) -> Iterator[tuple[st
 
 
 def table_rows(task: Task, names: list[str], clip: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and columns of each row of a table, with its clip as `image`.
+    """Yield name and columns of each row of a table, with its clip as `image`.
 
     Raises:
         DataError: the table is damaged, or lacks a column.

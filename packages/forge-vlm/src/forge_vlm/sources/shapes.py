@@ -1,4 +1,4 @@
-"""Rendered shapes and questions: a task whose answers are in the images alone, on every machine."""
+"""Rendered shapes and questions: a task whose answers only the images have; the same on every machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES = ("top left", "top right", "bottom left", "bottom right")
 
 
 class Scene(NamedTuple):
-    """What an image shows: shapes of one kind, colour and size in some of its four quarters."""
+    """The content of an image: shapes of one kind, colour and size in some of its four quarters."""
 
     colour: str
     kind: str
@@ -34,13 +34,13 @@ class Scene(NamedTuple):
     quarters: tuple[int, ...]
 
     def caption(self) -> str:
-        """All of it but the quarters."""
+        """A description of the scene without its quarters."""
         many = "s" if len(self.quarters) > 1 else ""
         return f"{COUNTS[len(self.quarters) - 1]} {self.size} {self.colour} {self.kind}{many}"
 
 
 def drawn(random: np.random.Generator) -> Scene:
-    """Any scene."""
+    """Draw a random scene."""
     count = int(random.integers(1, 5))
     quarters = tuple(sorted(random.permutation(4)[:count].tolist()))
     return Scene(
@@ -52,7 +52,7 @@ def drawn(random: np.random.Generator) -> Scene:
 
 
 def question(scenes: list[Scene], random: np.random.Generator) -> tuple[str, str]:
-    """A question about one or two scenes, and its answer."""
+    """Return a question about one or two scenes, and its answer."""
     if len(scenes) == 2:
         one, other = scenes
         if random.random() < 0.5:
@@ -74,7 +74,7 @@ def question(scenes: list[Scene], random: np.random.Generator) -> tuple[str, str
 
 
 def rendered(scene: Scene, size: int) -> np.ndarray:
-    """[size, size, 3] uint8."""
+    """Render a scene, [size, size, 3] uint8."""
     image = np.full((size, size, 3), 30, dtype=np.uint8)
     half = size / 2
     y, x = np.mgrid[0:size, 0:size] + 0.5
@@ -136,10 +136,11 @@ class ShapesConfig(SourceConfig):
     """Images with one to four shapes, and questions about their colour, number, kind, size and place.
 
     Attributes:
-        samples: for training; each has an image, or two, a question and its answer, which is the target.
-        held_out: samples for validation, others than those for training.
+        samples: number of samples for training; each has one or two images, a question and its answer, which
+            is the target.
+        held_out: number of samples for validation, which differ from those for training.
         pairs: fraction of the samples that have two images and ask to compare them.
-        seed: of the samples.
+        seed: seed of the samples.
     """
 
     samples: Annotated[int, Meta(ge=1)] = 20000

@@ -26,11 +26,11 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "mp4", "web
 class WebdatasetConfig(ImageTextConfig):
     """Tars whose members share a name up to its first dot: `0001.jpg` with `0001.txt` or `0001.json`.
 
-    A sample is a row: its images are the column `image`, in the order of their endings; the text of `.txt` is
-    `text`, and the keys of `.json` are columns beside. Images are read where they are.
+    A sample is a row: its images are the column `image`, in their order in the tar; the text of `.txt` is the
+    column `text`, and the keys of `.json` are further columns. Images are read directly from the tar.
 
     Attributes:
-        path: a tar, a folder or a pattern such as `shards/train-*.tar`; no name of the hub.
+        path: a tar, a folder or a pattern such as `shards/train-*.tar`; not the name of a hub data set.
     """
 
     def contradictions(self) -> Iterator[str]:
@@ -57,7 +57,7 @@ class WebdatasetConfig(ImageTextConfig):
 
 
 def tar_rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and columns of each sample of a tar.
+    """Yield name and columns of each sample of a tar.
 
     Raises:
         DataError: it is damaged.
@@ -85,7 +85,7 @@ def tar_rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str, Any]
 def _columns(
     tar: tarfile.TarFile, member: tarfile.TarInfo, ending: str, path: Path, row: dict[str, Any]
 ) -> dict[str, Any]:
-    """The columns that a member of a tar adds to its row."""
+    """Return the columns that a member of a tar adds to its row."""
     last = ending.rpartition(".")[2]
     if last in IMAGES:
         return {"image": [*row.get("image", []), InFile(path, member.offset_data, member.size)]}

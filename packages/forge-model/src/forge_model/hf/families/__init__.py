@@ -1,4 +1,4 @@
-"""Published shapes and how their checkpoints name things. Imports no torch."""
+"""Published model shapes and the names in their checkpoints. Imports no torch."""
 
 from copy import deepcopy
 from typing import Any
@@ -57,11 +57,11 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     GPT2,
 )
-"""Tried in this order when a model is exported; the first that can express it is taken."""
+"""All families, in the order in which export tries them; the first that can hold the model is used."""
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The keys of `[model]` of a preset, without `preset` itself.
+    """Return the keys of `[model]` of a preset, without `preset` itself.
 
     Raises:
         ValueError: there is no such preset; lists those that exist.

@@ -74,7 +74,7 @@ LATENT_LAYER_KEYS = (
 
 
 def latent_problems(full: Full) -> Iterator[str]:
-    """The problems with attention keys that have no counterpart here."""
+    """Yield the problems with attention keys that have no counterpart here."""
     yield from rope_problems(full)
     heads = full["num_key_value_heads"]
     if heads not in (None, full["num_attention_heads"]):
@@ -87,13 +87,13 @@ def latent_problems(full: Full) -> Iterator[str]:
 
 
 def _mscale(rope: RopeConfig, all_dim: float) -> float:
-    """What queries and keys are multiplied by each, as `yarn_get_mscale` of `transformers` computes it."""
+    """Return the factor on queries and on keys, as `yarn_get_mscale` of `transformers` computes it."""
     factor = rope.factor if isinstance(rope, YarnRopeConfig) else 1.0
     return 1.0 if factor <= 1 else 0.1 * all_dim * log(factor) + 1.0
 
 
 def _scale(width: int, rope: RopeConfig, all_dim: float | None) -> float | None:
-    """The factor of the scores; None if it is 1/sqrt(width)."""
+    """Return the factor on the scores; None if it is 1/sqrt(width)."""
     if not all_dim or not isinstance(rope, YarnRopeConfig):
         return None
     mscale = _mscale(rope, all_dim)
@@ -101,7 +101,7 @@ def _scale(width: int, rope: RopeConfig, all_dim: float | None) -> float | None:
 
 
 def latent(full: Full, rope: RopeConfig) -> LatentConfig:
-    """The attention of every layer."""
+    """Return the attention of every layer."""
     table = full.get("rope_scaling") or full.get("rope_parameters") or {}
     width = full["qk_nope_head_dim"] + full["qk_rope_head_dim"]
     return LatentConfig(
@@ -123,14 +123,14 @@ def _read(full: Full) -> DecoderConfig:
 
 
 def modules(full: Full) -> MTPConfig:
-    """The modules for multi-token prediction."""
+    """Return the modules for multi-token prediction."""
     return MTPConfig(num_modules=full["num_nextn_predict_layers"])
 
 
 def with_experts(
     full: Full, attention: AttentionConfig, router: RouterConfig, **options: Any
 ) -> DecoderConfig:
-    """The model with experts in all layers but the first ones."""
+    """Return the model with experts in all layers except the first `first_k_dense_replace`."""
     dense, layers = full["first_k_dense_replace"], full["num_hidden_layers"]
     overrides = options.pop("overrides", [])
     if dense < layers:
@@ -140,7 +140,7 @@ def with_experts(
 
 
 def sigmoid(full: Full) -> SigmoidRouterConfig:
-    """The router of DeepSeek-V3 and its successors."""
+    """Return the router of DeepSeek-V3 and its successors."""
     return SigmoidRouterConfig(
         normalize=full["norm_topk_prob"],
         scale=full["routed_scaling_factor"],
@@ -160,7 +160,7 @@ def _experts(full: Full, router: RouterConfig) -> MoEConfig:
 
 
 def no_shared_experts(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """What `transformers` has in the place of shared experts where there are none: matrices of width 0."""
+    """Return the matrices of width 0 that `transformers` has if there are no shared experts, by shape."""
     found = {}
     for index in range(config.num_layers):
         ffn = config.layer(index).ffn
@@ -177,7 +177,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def latent_values(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of a `config.json` of all but the feed-forwards."""
+    """Return all keys of a `config.json` except those of the feed-forwards."""
     attention, rope = config.layer(0).attention, config.layer(0).rope
     if not isinstance(attention, LatentConfig):
         raise ModelError("attention other than mla")
@@ -198,7 +198,7 @@ def latent_values(config: DecoderConfig) -> dict[str, Any]:
 
 
 def expert_values(config: DecoderConfig, of: type[TopKConfig]) -> dict[str, Any]:
-    """The keys of experts in all layers but the first ones, whose routers are `of` a kind."""
+    """Return the keys of experts, in all layers but the first ones, with routers of type `of`."""
     ffns = [config.layer(index).ffn for index in range(config.num_layers)]
     if not any(isinstance(one, MoEConfig) for one in ffns):
         return gated_values(config) | {"first_k_dense_replace": config.num_layers}
@@ -224,7 +224,7 @@ def expert_values(config: DecoderConfig, of: type[TopKConfig]) -> dict[str, Any]
 
 
 def _all_dim(attention: LatentConfig, rope: YarnRopeConfig) -> float:
-    """The `mscale_all_dim` of which `transformers` makes exactly this scale, the shortest there is."""
+    """Return the shortest `mscale_all_dim` from which `transformers` computes exactly this scale."""
     assert attention.scale is not None
     exact = ((attention.scale * attention.head_dim**0.5) ** 0.5 - 1) / (0.1 * log(rope.factor))
     shorter = (round(exact, digits) for digits in range(1, 17))

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (arXiv:2405.04434): latent attention, experts by a softmax, perhaps of the best groups only."""
+"""DeepSeek-V2 (arXiv:2405.04434): latent attention, experts chosen by a softmax, optionally by groups."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _LITE: dict[str, Any] = {
     },
     "overrides": [{"layers": "0", "ffn": {"type": "swiglu", "dim": 10944}}],
 }
-"""Before its context was made longer."""
+"""The model before its context was extended."""
 
 DEEPSEEK_V2 = Family(
     "deepseek_v2",

@@ -1,4 +1,4 @@
-"""What the keys that families share mean, and the keys of a model that is grouped-query and gated."""
+"""Conversion of keys that families share, and of models with grouped-query attention and gated FFNs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Full = Mapping[str, Any]
 
 
 def attention(full: Full, **options: Any) -> GroupedQueryConfig:
-    """The attention of a layer that sees all tokens; `options` stand in for what the shared keys say."""
+    """Return the attention of a layer that sees all tokens; `options` replace values of the shared keys."""
     biased = full.get("attention_bias", False)
     given = {
         "num_heads": full["num_attention_heads"],
@@ -57,7 +57,7 @@ def decoder(full: Full, attention: AttentionConfig, **options: Any) -> DecoderCo
 def sliding(
     types: Sequence[str], attention: GroupedQueryConfig, window: int, **parts: Any
 ) -> list[LayerOverride]:
-    """The layers with a window; none if there are none."""
+    """Return the overrides for layers with a window; empty if there are none."""
     layers = runs([index for index, kind in enumerate(types) if kind == SLIDING])
     if not layers:
         return []
@@ -65,14 +65,14 @@ def sliding(
 
 
 def runs(indices: Sequence[int]) -> str:
-    """Layers as `LayerOverride` names them: [0, 1, 4] is "0:2,4:5"."""
+    """Return layers in the notation of `LayerOverride`: [0, 1, 4] is "0:2,4:5"."""
     grouped = groupby(enumerate(indices), lambda pair: pair[1] - pair[0])
     found = [[index for _, index in run] for _, run in grouped]
     return ",".join(f"{run[0]}:{run[-1] + 1}" for run in found)
 
 
 def type_problems(full: Full, types: Sequence[str], window: int | None, needs: str) -> Iterator[str]:
-    """What is wrong with the kinds of the layers; `needs` are the keys that say the window."""
+    """Yield problems with the kinds of the layers; `needs` names the keys that set the window."""
     if len(types) != full["num_hidden_layers"]:
         yield f"layer_types names {len(types)} layers, num_hidden_layers = {full['num_hidden_layers']}"
     unknown = sorted(set(types) - {FULL, SLIDING})
@@ -85,7 +85,7 @@ def type_problems(full: Full, types: Sequence[str], window: int | None, needs: s
 def problems_of_types(
     types_of: Callable[[Full], Sequence[str]], window_of: Callable[[Full], int | None], needs: str
 ) -> Callable[[Full], Iterator[str]]:
-    """The problems of a family whose layers have kinds."""
+    """Return the function `problems` of a family whose layers have kinds."""
 
     def problems(full: Full) -> Iterator[str]:
         yield from type_problems(full, types_of(full), window_of(full), needs)
@@ -95,7 +95,7 @@ def problems_of_types(
 
 
 def values(config: DecoderConfig) -> dict[str, Any]:
-    """Keys of a `config.json` that families share, of the first layer where layers differ.
+    """Return the keys of a `config.json` that families share, from the first layer where layers differ.
 
     Raises:
         ModelError: the first layer has parts of kinds that these keys cannot describe.
@@ -104,7 +104,7 @@ def values(config: DecoderConfig) -> dict[str, Any]:
 
 
 def gated_values(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of a gated feed-forward."""
+    """Return the keys of a gated feed-forward."""
     ffn = config.layer(0).ffn
     if not isinstance(ffn, SwiGLUConfig):
         raise ModelError("a feed-forward other than swiglu or geglu")
@@ -112,14 +112,14 @@ def gated_values(config: DecoderConfig) -> dict[str, Any]:
 
 
 def outer_values(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of a model whatever its layers do."""
+    """Return the keys that do not depend on the layers."""
     if not isinstance(config.norm, RMSNormConfig):
         raise ModelError("a norm other than rmsnorm")
     return shape_values(config) | {"rms_norm_eps": config.norm.eps}
 
 
 def shape_values(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of a model whatever its layers do and its norms are."""
+    """Return the keys that depend neither on the layers nor on the norms."""
     rope = config.layer(0).rope
     return {
         "vocab_size": config.vocab_size,
@@ -134,7 +134,7 @@ def shape_values(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _part_of(config: DecoderConfig) -> dict[str, Any]:
-    """The key of heads of which a part is rotated."""
+    """Return the key for partially rotated heads, if they are."""
     attention = config.layer(0).attention
     if not isinstance(attention, GroupedQueryConfig) or attention.rope_dim is None:
         return {}
@@ -142,7 +142,7 @@ def _part_of(config: DecoderConfig) -> dict[str, Any]:
 
 
 def attention_values(config: DecoderConfig) -> dict[str, Any]:
-    """The keys of grouped-query attention, and of its windows."""
+    """Return the keys of grouped-query attention and of its windows."""
     attention = config.layer(0).attention
     if not isinstance(attention, GroupedQueryConfig):
         raise ModelError("attention other than grouped-query")

@@ -52,7 +52,7 @@ NEEDED = ("num_experts_per_tok", "n_shared_experts", "n_routed_experts", "n_grou
 
 
 def _types(full: Full) -> list[str]:
-    """The kind of each layer: the last ones have a window, unless the layers are listed."""
+    """Return the kind of each layer: the last ones have a window, unless `layer_types` is set."""
     if full["layer_types"] is not None:
         return full["layer_types"]
     first = full["num_hidden_layers"] if full["sliding_window"] is None else full["max_window_layers"]

@@ -1,4 +1,4 @@
-"""What a family of published models is: presets, and the language of its Hugging Face checkpoints."""
+"""Families of published models: their presets, and the keys and names of their Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYER_KEYS = {
 """Module names inside a block: ours, theirs."""
 
 LEAVES = {"selection_bias": "e_score_correction_bias"}
-"""Names of parameters and buffers that are called otherwise: ours, theirs."""
+"""Names of parameters and buffers that differ: ours, theirs."""
 
 EXPERTS = "ffn.experts"
 """The module of stacked parameters inside a block."""
@@ -32,14 +32,14 @@ OUTER_KEYS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_h
 
 
 class Packed(NamedTuple):
-    """Where a parameter of ours lies in one of theirs, which holds several of ours.
+    """Where one of our parameters is in a Hugging Face parameter that holds several of ours.
 
     Attributes:
-        key: what theirs is called: its module in a block, or its leaf among the experts.
-        part: which one of ours it is.
-        parts: how many of ours there are.
-        turns: how many rows of one come before those of the next: a `row`, those of a `head`, or `all`.
-        transposed: theirs is [..., in, out].
+        key: name of the Hugging Face parameter: its module in a block, or its leaf among the experts.
+        part: index of our parameter in it.
+        parts: number of our parameters in it.
+        turns: unit in which our parameters alternate: one `row`, the rows of a `head`, or `all` rows.
+        transposed: whether the Hugging Face parameter is [..., in, out].
     """
 
     key: str
@@ -54,8 +54,8 @@ class Key(NamedTuple):
 
     Attributes:
         kind: type of its value; numbers are above zero.
-        default: what its absence means.
-        nullable: whether null is a value, not a mistake.
+        default: value if the key is absent.
+        nullable: whether null is allowed.
         zero: whether the number may be zero.
     """
 
@@ -65,7 +65,7 @@ class Key(NamedTuple):
     zero: bool = False
 
     def accepts(self, value: object) -> bool:
-        """Whether a value can stand there."""
+        """Whether the key may have this value."""
         if value is None:
             return self.nullable
         if self.kind in (int, float):
@@ -89,31 +89,31 @@ SHARED_KEYS: dict[str, Key] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """A family of published models. "Theirs" are names in Hugging Face checkpoints, "ours" in `Decoder`.
 
     Attributes:
-        model_type: of its `config.json`.
+        model_type: `model_type` in the `config.json`.
         architecture: class of `transformers`.
-        presets: keys of `[model]` by name.
-        keys: of its `config.json`, those that shape the model.
-        layer_keys: names inside a block, ours to theirs: of modules, or of a parameter as a whole; or where a
-            module of ours lies in one of theirs.
-        read: a `config.json` in which nothing is wrong, with all defaults, to the model.
-        write: a model to values of `keys` and `old_keys`, where the family can hold it; values of others are
-            left out.
-        problems: what cannot be followed of a `config.json` whose values have the right types.
-        old_keys: keys that the class of `transformers` reads beside its fields.
-        fixed: keys that can be read with this value only, and are written with it.
-        theta: of the rotary embedding where none is given.
-        expert_keys: our stacked parameters, and what they are called in the part of each expert, or where
-            they lie in a stacked parameter.
+        presets: keys of `[model]` by name of the preset.
+        keys: keys of the `config.json` that shape the model.
+        layer_keys: names inside a block, ours to theirs, of modules or of single parameters; or the place of
+            one of our modules in one of theirs.
+        read: converts a `config.json` without problems and with all defaults to the model.
+        write: converts a model that the family can hold to values of `keys` and `old_keys`; values of other
+            keys are dropped.
+        problems: yields problems of a `config.json` whose values have the right types.
+        old_keys: keys that the class of `transformers` reads besides its fields.
+        fixed: keys that are accepted only with this value, and are written with it.
+        theta: default base of the rotary embedding.
+        expert_keys: our stacked parameters, and their names within each expert or their place in a stacked
+            parameter of theirs.
         aliases: other names of keys.
         mtp_keys: module names inside a module for multi-token prediction, ours to theirs.
         outer_keys: module names outside of the blocks, ours to theirs.
         layers: their name for all blocks.
-        empty: their tensors without elements, with their shapes: of parts that the model does not have.
-        base: begins the names of all tensors but those of the head; a checkpoint may leave it out.
-        unused: a pattern of names of tensors that older checkpoints have and nothing reads.
+        empty: their tensors without elements, with their shapes, for parts that the model does not have.
+        base: prefix of all names of tensors except the head; a checkpoint may leave it out.
+        unused: a pattern for names of tensors in older checkpoints that nothing reads.
     """
 
     model_type: str
@@ -137,9 +137,9 @@ class Family:
     unused: str = "(?!)"
 
     def hf_key(self, name: str, num_layers: int) -> str:
-        """Their name of our parameter, e.g. layers.3.ffn.w_up.weight -> model.layers.3.mlp.up_proj.weight.
+        """Return their name of our parameter: layers.3.ffn.w_up.weight -> model.layers.3.mlp.up_proj.weight.
 
-        That of a stacked parameter has `{}` where the number of the expert stands, unless it is `packed`.
+        The name of a stacked parameter has `{}` in place of the expert index, unless it is `packed`.
         Modules for multi-token prediction are numbered as if they were further layers.
 
         Raises:
@@ -164,11 +164,11 @@ class Family:
         return f"{place}.{key.key}" if isinstance(key, Packed) else f"{place}.{{}}.{key}.weight"
 
     def gathers(self) -> bool:
-        """Whether any of their tensors holds several of ours, or a part of one."""
+        """Whether any of their tensors holds several of ours, or a part of one of ours."""
         return bool(self.expert_keys) or any(isinstance(key, Packed) for key in self.layer_keys.values())
 
     def packed(self, name: str) -> Packed | None:
-        """Where a parameter of ours lies in the one that `hf_key` names; None if it is that one."""
+        """Return where our parameter is in the one that `hf_key` names; None if it is all of it."""
         module, _, leaf = name.rpartition(".")
         inner = module.split(".", 2)[-1].removeprefix("block.")
         key = self.expert_keys.get(leaf) if inner == EXPERTS else self.layer_keys.get(inner)
@@ -238,7 +238,7 @@ LARGE: dict[str, dict[str, Any]] = {
 
 
 def presets(prefix: str, shapes: dict[str, dict[str, Any]], **shared: Any) -> dict[str, dict[str, Any]]:
-    """The shapes by name, each with the keys that all of them share; tables merge."""
+    """Return the shapes by name, each merged with the keys that all of them share; tables merge."""
     made = {}
     for size, shape in shapes.items():
         merged = {

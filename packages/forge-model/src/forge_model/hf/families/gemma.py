@@ -59,7 +59,7 @@ _LAYER_KEYS = LAYER_KEYS | {
 
 
 def _types(full: Full, period: int) -> list[str]:
-    """The kind of each layer: every `period`-th sees all tokens, unless the layers are listed."""
+    """Return the kind of each layer: every `period`-th sees all tokens, unless `layer_types` is set."""
     given = full["layer_types"]
     if given is not None:
         return given
@@ -127,7 +127,7 @@ def _write3(config: DecoderConfig) -> dict[str, Any]:
 
 
 class _Shape(NamedTuple):
-    """The sizes of one model; `heads` are query heads, key-value heads and head dim."""
+    """The sizes of one model; `heads` are the query heads, the key-value heads and the head dim."""
 
     dim: int
     num_layers: int
@@ -139,7 +139,7 @@ class _Shape(NamedTuple):
 def _preset(
     shape: _Shape, period: int, window: int, attention: dict[str, Any], full: dict[str, Any], **model: Any
 ) -> dict[str, Any]:
-    """The keys of `[model]`; `full` are further parts of the layers that see all tokens."""
+    """Return the keys of `[model]`; `full` has further parts of the layers that see all tokens."""
     num_heads, kv_heads, width = shape.heads
     attention = attention | {"num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": width}
     attention |= {"scale": shape.scalar**-0.5}

@@ -1,4 +1,4 @@
-"""GLM-4 (arXiv:2406.12793): sandwich norms, half of each head rotated in pairs, gates and values fused."""
+"""GLM-4 (arXiv:2406.12793): sandwich norms, half of each head rotated in pairs, gate and up fused."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _KEYS = SHARED_KEYS | {
     "attention_bias": Key(bool, True),
 }
 PARTIAL = {"partial_rotary_factor": Key(float, 0.5, nullable=True)}
-"""What the absence of the key means to the models of this maker."""
+"""The key for the rotated part of a head, with the default of GLM models."""
 
 GATES: dict[str, Packed] = {
     "ffn.w_gate": Packed("mlp.gate_up_proj", 0, 2),
     "ffn.w_up": Packed("mlp.gate_up_proj", 1, 2),
 }
-"""Gates and what they multiply in one matrix."""
+"""Gate and up projections in one matrix."""
 
 
 def _read(full: Full) -> DecoderConfig:
@@ -40,12 +40,12 @@ def _read(full: Full) -> DecoderConfig:
 
 
 def partial_problems(full: Full) -> Iterator[str]:
-    """The problems of a family of which a part of each head is rotated."""
+    """Yield the problems of a family that rotates a part of each head."""
     yield from rope_problems(full, partial=True)
 
 
 def with_part(found: dict[str, Any]) -> dict[str, Any]:
-    """Keys of a `config.json` that say which part of a head is rotated, also if it is all of it."""
+    """Add the key for the rotated part of a head, also if that is all of it."""
     return found | {"rope_parameters": {"partial_rotary_factor": 1.0} | found["rope_parameters"]}
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, layer norms, matrices that are stored transposed."""
+"""GPT-2 (Radford et al. 2019): learned positions, layer norms, matrices stored transposed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge_model.norm_config import LayerNormConfig
 
 _SUMMARY = {"summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"}
 _FIRST = {"n_special", "predict_special_tokens", "output_past", "gradient_checkpointing", "_num_labels"}
-"""Keys that the first published files have, and that no version of transformers computes with."""
+"""Keys of the first published files that no version of `transformers` uses in the computation."""
 _KEYS = {
     "vocab_size": Key(int, 50257),
     "n_positions": Key(int, 1024),
@@ -35,7 +35,7 @@ _KEYS = {
     "attn_pdrop": Key(float, 0.1, zero=True),
     "summary_first_dropout": Key(float, 0.1, zero=True),
 }
-"""Nothing is dropped here: dropout changes how a model is trained, not what it computes."""
+"""Dropout is not applied here: it changes how a model is trained, not what it computes."""
 
 
 def _read(full: Full) -> DecoderConfig:
@@ -146,4 +146,4 @@ GPT2 = Family(
     base="transformer.",
     unused=r"\.attn\.(masked_)?bias$",
 )
-"""Buffers of masks, `attn.bias`, are in older checkpoints, whose names begin without `transformer.`."""
+"""Older checkpoints have buffers of masks, `attn.bias`, and names without the prefix `transformer.`."""

@@ -25,7 +25,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-"""Their names of activations, and ours; the first one of ours is written."""
+"""Activations, their names to ours; the first of their names for one of ours is written."""
 
 _THETA = 10000.0
 _KEYS = {name: key for name, key in SHARED_KEYS.items() if name != "rms_norm_eps"} | {
@@ -41,12 +41,12 @@ _KEYS = {name: key for name, key in SHARED_KEYS.items() if name != "rms_norm_eps
     "attention_bias": Key(bool, True),
     "is_decoder": Key(bool, False),
 }
-"""`is_decoder` changes nothing: the class is one whatever it says."""
+"""`is_decoder` changes nothing: the class is a decoder with any value of it."""
 _OLD_KEYS = {"rotary_pct": Key(float, 0.25, zero=True), "rotary_emb_base": Key(float, _THETA)}
 
 
 def _with_rope(full: Full) -> dict[str, Any]:
-    """The rotary keys by the names that other families have for them."""
+    """Return the keys with the rotary keys under the names that other families use."""
     return {**full, "rope_theta": full["rotary_emb_base"], "partial_rotary_factor": full["rotary_pct"]}
 
 

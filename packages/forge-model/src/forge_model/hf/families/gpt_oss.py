@@ -1,4 +1,4 @@
-"""GPT-OSS (arXiv:2508.10925): sinks, biases everywhere, every second layer with a window, bounded experts."""
+"""GPT-OSS (arXiv:2508.10925): sinks, biases everywhere, a window in every second layer, clamped experts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _KEYS = SHARED_KEYS | {
 }
 _OLD_KEYS = {"initial_context_length": Key(int, None, nullable=True)}
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL: 4096}
-"""What `GptOssConfig` takes where no rotary embedding is given."""
+"""The default rotary embedding of `GptOssConfig`."""
 
 
 def _with_rope(full: Full) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def _with_rope(full: Full) -> dict[str, Any]:
 
 
 def _types(full: Full) -> list[str]:
-    """The kind of each layer: every second sees all tokens, unless the layers are listed."""
+    """Return the kind of each layer: every second sees all tokens, unless `layer_types` is set."""
     if full["layer_types"] is not None:
         return full["layer_types"]
     return [FULL if index % 2 else SLIDING for index in range(full["num_hidden_layers"])]

@@ -1,4 +1,4 @@
-"""Granite and Granite-MoE (arXiv:2408.13359): a Llama with multipliers, and one with experts."""
+"""Granite (arXiv:2408.13359), a Llama with multipliers, and Granite-MoE, the same with experts."""
 
 from __future__ import annotations
 

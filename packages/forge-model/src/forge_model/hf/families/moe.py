@@ -23,7 +23,7 @@ from forge_model.moe.router_config import SoftmaxRouterConfig
 
 MOE_LAYER_KEYS = LAYER_KEYS | {"ffn.router": "mlp.gate", "ffn.experts": "mlp.experts"}
 EXPERT_KEYS = {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
-"""Our stacked parameters, and what they are called in the part of each expert."""
+"""Our stacked parameters, and their names within each expert."""
 
 NORMED_KEYS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 
@@ -71,15 +71,15 @@ _OLMOE_KEYS = SHARED_KEYS | {
 
 
 def dense_layers(layers: Sequence[int], hidden: int) -> list[LayerOverride]:
-    """Layers with a plain gated feed-forward; none if there are none such."""
+    """Return the overrides for layers with a plain gated feed-forward; empty if there are none."""
     return [LayerOverride(layers=runs(layers), ffn=SwiGLUConfig(dim=hidden))] if layers else []
 
 
 def parts_of(config: DecoderConfig) -> tuple[MoEConfig, list[int], SwiGLUConfig | None]:
-    """The experts of the first layer that has some, the layers without, and what these have.
+    """Return the first experts, the layers without experts, and the first feed-forward of these layers.
 
     Raises:
-        ModelError: there are none, or layers have feed-forwards of other kinds.
+        ModelError: no layer has experts, or layers have feed-forwards of other kinds.
     """
     ffns = [config.layer(index).ffn for index in range(config.num_layers)]
     experts = next((one for one in ffns if isinstance(one, MoEConfig)), None)
@@ -119,13 +119,13 @@ def _qwen3_problems(full: Full) -> Iterator[str]:
 
 
 def without_experts(full: Full) -> list[int]:
-    """The layers without experts, as Qwen's keys say it."""
+    """Return the layers without experts according to the keys of Qwen."""
     step, only = full["decoder_sparse_step"], full["mlp_only_layers"] or []
     return [i for i in range(full["num_hidden_layers"]) if i in only or (i + 1) % step]
 
 
 def sparse_problems(full: Full) -> Iterator[str]:
-    """The problems with keys that name layers without experts."""
+    """Yield the problems with keys that name layers without experts."""
     only = full["mlp_only_layers"] or []
     wrong = [one for one in only if not isinstance(one, int) or not 0 <= one < full["num_hidden_layers"]]
     if wrong:
@@ -133,7 +133,7 @@ def sparse_problems(full: Full) -> Iterator[str]:
 
 
 def moe_values(config: DecoderConfig) -> dict[str, Any]:
-    """Keys of a `config.json` of experts anywhere, under every name that families have for them."""
+    """Return the keys for experts in any layers, under all names that families use for them."""
     experts, dense, plain = parts_of(config)
     hidden = experts.hidden(config.dim)
     return (

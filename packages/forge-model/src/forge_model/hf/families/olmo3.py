@@ -1,4 +1,4 @@
-"""OLMo 3 (arXiv:2512.13961): three layers with a window, then one without, each kind with its rope."""
+"""OLMo 3 (arXiv:2512.13961): three layers with a window, then one without; each kind has its own rope."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KEYS = SHARED_KEYS | {
 
 
 def _types(full: Full) -> list[str]:
-    """The kind of each layer: every fourth sees all tokens, unless the layers are listed."""
+    """Return the kind of each layer: every fourth sees all tokens, unless `layer_types` is set."""
     if full["layer_types"] is not None:
         return full["layer_types"]
     return [SLIDING if (index + 1) % 4 else FULL for index in range(full["num_hidden_layers"])]

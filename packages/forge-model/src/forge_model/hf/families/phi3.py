@@ -1,4 +1,4 @@
-"""Phi-3 (arXiv:2404.14219): a Llama of which one matrix makes queries, keys and values, one both gates."""
+"""Phi-3 (arXiv:2404.14219): a Llama with one matrix for queries, keys and values, and one for gate and up."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _4_MINI: dict[str, Any] = {
     "attention": {"num_heads": 24, "num_kv_heads": 8, "head_dim": 128, "rope_dim": 96},
     "ffn": {"dim": 8192},
 }
-"""Before its context was made longer by `longrope`, whose factors the published `config.json` has."""
+"""The model before `longrope` extended its context; the published `config.json` has those factors."""
 
 PHI3 = Family(
     "phi3",
@@ -67,4 +67,4 @@ PHI3 = Family(
     {"head_dim": Key(int, None, nullable=True)},
     fixed={"hidden_act": "silu", "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 )
-"""Without `longrope`, a model all of whose heads are rotated is exported as a Llama or a Mistral."""
+"""Without `longrope`, a model that rotates its full heads is exported as a Llama or a Mistral."""

@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5, and Qwen3, dense (arXiv:2412.15115, arXiv:2505.09388)."""
+"""Dense Qwen2, Qwen2.5 and Qwen3 (arXiv:2412.15115, arXiv:2505.09388)."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ ORIGINALS: dict[str, dict[str, Any]] = {
         "ffn": {"dim": 25600},
     },
 }
-"""The published sizes of Qwen3; the other presets borrow the shapes of the Llama presets of their name."""
+"""The published sizes of Qwen3; the other presets have the shapes of the Llama presets with their name."""
 
 _SHARED: dict[str, Any] = {
     "max_tokens": 32768,
@@ -129,7 +129,7 @@ _KEYS = {name: key for name, key in SHARED_KEYS.items() if name != "attention_bi
 
 
 def _types(full: Full) -> list[str]:
-    """The kind of attention of each layer, as `Qwen3Config` decides it."""
+    """Return the kind of attention of each layer, as `Qwen3Config` decides it."""
     given = full["layer_types"]
     if given is not None:
         return given

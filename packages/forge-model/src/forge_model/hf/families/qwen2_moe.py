@@ -1,4 +1,4 @@
-"""Qwen2-MoE (arXiv:2407.10671 section 2.2.2): small experts, and a gated one for every token."""
+"""Qwen2-MoE (arXiv:2407.10671 section 2.2.2): small experts, and a gated shared expert for every token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _KEYS = {name: key for name, key in SHARED_KEYS.items() if name != "attention_bi
 
 
 def _types(full: Full) -> list[str]:
-    """The kind of each layer: of the first ones every second has a window, unless the layers are listed."""
+    """Return the kind of each layer: every second of the first has a window, unless `layer_types` is set."""
     if full["layer_types"] is not None:
         return full["layer_types"]
     first = full["max_window_layers"] if full["use_sliding_window"] else 0

@@ -1,4 +1,4 @@
-"""SmolLM3 (huggingface.co/blog/smollm3): a Llama of which every fourth layer has no positions."""
+"""SmolLM3 (huggingface.co/blog/smollm3): a Llama in which every fourth layer has no positions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _KEYS = SHARED_KEYS | {
 
 
 def _rotates(full: Full) -> list[bool]:
-    """Whether each layer has positions."""
+    """Return for each layer whether it has positions."""
     layers, given = range(full["num_hidden_layers"]), full["no_rope_layers"]
     if given is None:
         return [bool((index + 1) % full["no_rope_layer_interval"]) for index in layers]
@@ -52,7 +52,7 @@ def _window(full: Full) -> int | None:
 
 
 def _types(full: Full) -> list[str]:
-    """The kind of each layer: those without positions have the window, unless the layers are listed."""
+    """Return the kind of each layer: those without positions have a window, unless `layer_types` is set."""
     if full["layer_types"] is not None:
         return full["layer_types"]
     return [FULL if one or _window(full) is None else SLIDING for one in _rotates(full)]

@@ -1,4 +1,4 @@
-"""Rotary embeddings of which layers that see all tokens have one, and those with a window another."""
+"""Rotary embeddings of models in which full-attention layers have one and sliding-window layers another."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from forge_model.hf.rope import rope_from_hf, rope_problems, rope_to_hf
 
 
 def two_ropes(full: Full, local_theta: float) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers that see all tokens, and of those with a window, `local_theta` where they say no other."""
+    """Return the ropes of full-attention and window layers; `local_theta` is the default of the latter."""
     return rope_from_hf(_keys(full, FULL, local_theta)), rope_from_hf(_keys(full, SLIDING, local_theta))
 
 
 def _keys(full: Full, kind: str, local_theta: float) -> dict[str, Any]:
-    """The rotary keys of one kind of layer, as the classes of `transformers` find them."""
+    """Return the rotary keys of one kind of layer, as the classes of `transformers` find them."""
     table = dict((full.get("rope_parameters") or {}).get(kind) or {})
     if kind == FULL:
         table |= full.get("rope_scaling") or {}
@@ -27,7 +27,7 @@ def _keys(full: Full, kind: str, local_theta: float) -> dict[str, Any]:
 
 
 def two_rope_problems(full: Full, local_theta: float) -> Iterator[str]:
-    """The problems with rotary keys that have no counterpart here."""
+    """Yield the problems with rotary keys that have no counterpart here."""
     given = full.get("rope_parameters") or {}
     nested = isinstance(given, Mapping) and all(isinstance(one, Mapping | None) for one in given.values())
     if not nested or set(given) - {FULL, SLIDING}:
@@ -40,7 +40,7 @@ def two_rope_problems(full: Full, local_theta: float) -> Iterator[str]:
 
 
 def two_ropes_to_hf(config: DecoderConfig, found: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a `config.json` with the rotary keys of each kind of layer."""
+    """Add the rotary keys of each kind of layer to the keys of a `config.json`."""
     kinds = dict(zip(found["layer_types"], map(config.layer, range(config.num_layers)), strict=True))
     found = {name: value for name, value in found.items() if name != "rope_theta"}
     return found | {"rope_parameters": {kind: rope_to_hf(layer.rope) for kind, layer in kinds.items()}}
