@@ -176,7 +176,7 @@ def prepared(
     """Return the sample of a row whose images were measured; None if it has no text.
 
     Raises:
-        DataError: its text has another number of marks than it has images, or it has no target.
+        DataError: the number of image marks in its text differs from its number of images.
     """
     marked: Any = MarkedTokenizer(tokenizer)
     document = how.layout.document(row, tokenizer)
