@@ -36,10 +36,9 @@ class ProbeCurve:
 def control_task(types: Labels, y: np.ndarray, *, seed: int = 0) -> np.ndarray:
     """Draw targets that no layer encodes: each type of input gets one random target.
 
-    A probe can learn these targets only by memorizing types. So a score on the real task that is not above
-    the control score shows the capacity of the probe, not what the layer encodes. `types` [n] are the
-    identities of the inputs, e.g. token ids; `y` [n] or [n, T] are the real targets, whose distribution and
-    shape are kept.
+    A probe can learn them only by memorizing types, so a score on the real task that is not above this one
+    shows the capacity of the probe, not what the layer encodes. `types` [n] are the identities of inputs,
+    e.g. token ids; `y` [n] or [n, T] are the real targets, whose distribution and shape are kept.
 
     Source: Hewitt and Liang 2019, arXiv:1909.03368.
     """

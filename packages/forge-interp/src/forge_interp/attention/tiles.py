@@ -69,9 +69,8 @@ class Tile:
     def own_key(self) -> Tensor:
         """[b or 1, N or 1, t] int64: the key at each query's own position, in self-attention.
 
-        This is key t where there are as many keys as queries, or `is_causal`. Else, with cached keys before
-        or empty slots after those of the queries, it is the last key that the query may see; -1: it sees
-        none.
+        Key t where there are as many keys as queries, or `is_causal`. Else, with cached keys before or empty
+        slots after those of the queries, the last key that the query may see; -1 where it sees none.
         """
         _, _, num_queries, num_keys = self.call.grid
         if self.call.is_causal or num_queries == num_keys:
