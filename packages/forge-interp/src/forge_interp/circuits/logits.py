@@ -31,9 +31,8 @@ class LogitAttribution:
 
     `parts` are `embed`, `blocks.0` and so on, `between` blocks (mostly 0), and `constant`: biases of the
     final norm and head, with `linearized_norm` also the remainder of the tangent. Heads, neurons and `rest`
-    of a block sum to its part. `rest` holds biases, and modules without heads or neurons that
-    `canonical_sites` finds, or whose outputs are no terms of a sum (a norm follows the sum of stream and
-    block).
+    of a block sum to its part; `rest` holds biases, and parts without heads or neurons that `canonical_sites`
+    finds, or whose outputs are no terms of a sum (a norm follows the sum of stream and block).
     """
 
     logits: Tensor  # [B, T] of the targets, minus those of `against`
