@@ -45,8 +45,7 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
     resid_mid; mlp.pre is the input of its activation function. A block with experts has neither. Blocks
     with the same modules and shapes of weights are mapped as the first of them.
 
-    `inputs` are a small batch, as for `record`; the model runs twice for each kind of block. InterpError
-    where no list of blocks ran.
+    `inputs` are a small batch; the model runs twice per kind of block. InterpError: no list of blocks ran.
     """
     found, modules = CanonicalSites(), named_modules(model)
     mapped: dict[str, dict[str, dict[str, str]]] = {}  # stack -> index -> canonical name -> place

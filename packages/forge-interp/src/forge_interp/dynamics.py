@@ -62,8 +62,7 @@ def training_dynamics(
 ) -> TrainingDynamics:
     """Extract layers at every checkpoint on the same data, and follow layers and heads through training.
 
-    One model is in memory at a time if `checkpoints` makes them one by one. After a kill, the same call
-    continues with the stores on disk.
+    If `checkpoints` is a generator, one model is in memory. After a kill, the same call reuses its stores.
 
     Args:
         checkpoints: (step, model in evaluation mode), by rising step.

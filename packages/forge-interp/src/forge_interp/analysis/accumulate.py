@@ -78,8 +78,7 @@ class Moments:
     def update(self, batch: Mapping[str, Array]) -> None:
         """Add samples, [n, d] per block, all with the same rows; any float dtype, torch or numpy.
 
-        InterpError, with nothing added, where blocks are missing or unknown, widths or row counts differ, or
-        a value is NaN or infinite.
+        InterpError, with nothing added: blocks missing or unknown, widths or rows differ, NaN or infinity.
         """
         if set(batch) != set(self.widths):
             raise InterpError(f"batch has {sorted(batch)}; expected {sorted(self.widths)}")

@@ -89,8 +89,7 @@ def canonical_correlations(
     combinations before it: the singular values of Wx^T (Xc^T Yc) Wy, W whitening each side. Principal
     components with less than 1e-10 of the variance of the first count as rounding and are left out. The kept
     components of each side explain at least the share `keep` of its variance, in (0, 1]; `ridge` is added to
-    each eigenvalue of a covariance, relative to its largest; 0 is plain CCA. InterpError: a layer never
-    varies.
+    each eigenvalue of a covariance, relative to its largest; 0: plain CCA. InterpError: a constant layer.
 
     Source: Hotelling 1936, Biometrika 28:321.
     """
@@ -104,8 +103,7 @@ def mean_cca(moments: Moments, *, ridge: float = 0.0) -> LayerSimilarity:
     It does not change under invertible affine maps of either layer. It is 1 by construction once n - 1 <= d:
     use it with n many times d, or give a `ridge` (see `canonical_correlations`).
 
-    Source: Raghu et al. 2017, arXiv:1706.05806 (the mean as a similarity); Kornblith et al. 2019,
-    arXiv:1905.00414.
+    Source: Raghu et al. 2017, arXiv:1706.05806 (the mean); Kornblith et al. 2019, arXiv:1905.00414.
     """
     return replace(svcca(moments, keep=1.0, ridge=ridge), measure="mean CCA")
 
@@ -129,10 +127,9 @@ def svcca(moments: Moments, *, keep: float = 0.99, ridge: float = 0.0) -> LayerS
 def procrustes(moments: Moments) -> LayerSimilarity:
     """Compute orthogonal Procrustes of every layer pair, each layer centred and scaled to Frobenius norm 1.
 
-    s = |Xc^T Yc|_* / (|Xc|_F |Yc|_F) is the largest alignment by any rotation (nuclear norm). s does not
-    change under rotation and isotropic scaling of either layer; a narrower layer is padded with zeros. s is
-    in [0, 1]; min_Q |X - Y Q|_F^2 is 2 - 2 s, and the angle arccos s is a metric. InterpError: a layer never
-    varies.
+    s = |Xc^T Yc|_* / (|Xc|_F |Yc|_F) is the largest alignment by any rotation (nuclear norm). Rotation and
+    isotropic scaling of a layer do not change s; a narrower layer is padded with zeros. s is in [0, 1]; min_Q
+    |X - Y Q|_F^2 is 2 - 2 s, and the angle arccos s is a metric. InterpError: a constant layer.
 
     Source: Ding et al. 2021, arXiv:2108.01661; angle: Williams et al. 2021, arXiv:2110.14739.
     """
@@ -192,8 +189,7 @@ def compare_layers(
     n dimensions that its samples span, which changes no measure: costs go with min(n, d).
 
     `first` and `second` (default `first`) are {layer: [n, d]}, rows and columns of the result, with the same
-    samples in the same order. `measure` is "cka" (debiased), "cka_biased", "mean_cca", "svcca" or
-    "procrustes".
+    samples in order. `measure`: "cka" (debiased), "cka_biased", "mean_cca", "svcca", "procrustes".
     """
     if measure not in MEASURES:
         raise InterpError(f"measure is {measure!r}; expected one of {list(MEASURES)}")

@@ -178,7 +178,7 @@ class AttentionCall:
     ) -> None:
         """Compute tensors that follow from scores in one pass, which `read` then returns; errors: see `read`.
 
-        `check` selects the queries at which softmax(scores) V is compared with the output, see the method.
+        `check` selects the queries at which the method `check` compares softmax(scores) V with the output.
         """
         call = self.local()
         dense: dict[str, Tensor] = {}

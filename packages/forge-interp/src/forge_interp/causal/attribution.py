@@ -41,9 +41,8 @@ def attribution_patching(
       place no longer estimates a patch of that place alone. Costs `steps` forward and backward passes for
       each site, and one forward.
 
-    Gradients of parameters are neither needed nor touched. Sums are in float64. Arguments, results (`values`
-    = corrupted + estimated effect) and errors: see `activation_patching`. Autograd must go through model and
-    metric.
+    Parameters need no gradients and get none. Sums are in float64. Arguments, results (`values` = corrupted +
+    estimated effect) and errors: see `activation_patching`. Autograd must go through model and metric.
 
     Source: Nanda 2023, "Attribution patching"; Kramar et al. 2024, arXiv:2403.00745, sections 2 and 3 (AtP*);
     Sundararajan et al. 2017, arXiv:1703.01365 eq. 1 and proposition 1 (integrated gradients, completeness).

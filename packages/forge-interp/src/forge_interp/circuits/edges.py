@@ -1,8 +1,7 @@
 """Which edges between parts explain the difference of the clean run from the corrupted run?
 
 An edge leads from a part that adds to the residual stream (a sender) to a part that reads the stream (a
-receiver, mostly the input of a norm). Letters: B batch, T tokens, D model dim, N heads, S senders,
-R receivers.
+receiver, mostly a norm). Letters: B batch, T tokens, D model dim, N heads, S senders, R receivers.
 """
 
 from __future__ import annotations

@@ -212,8 +212,7 @@ def collate(samples: Sequence[Any], names: Names) -> Any:
     """Stack samples; ids of different lengths are padded on the right and get a mask.
 
     Entries as long as the ids of their sample are padded with them (labels with -100, all others with 0).
-    Values without numbers stay a list. InterpError where shapes differ otherwise, such as between an encoder
-    and a decoder.
+    Values without numbers stay a list. InterpError where shapes differ otherwise (encoder and decoder).
     """
     if isinstance(samples[0], Mapping):
         return _collate_mappings(samples, names)

@@ -89,7 +89,7 @@ class ActivationStore(Mapping[str, Tensor]):
 
     @cached_property
     def position(self) -> Tensor:
-        """[rows] int64: index of the row's token in its sample without padding; -1 for a whole sample."""
+        """[rows] int64: index of the row's token in its sample, without padding; -1 for a whole sample."""
         return self._read("position", 0, self.rows)
 
     @cached_property

@@ -179,8 +179,7 @@ class Activations(BySite):
     ) -> tuple[Tensor, Tensor | None]:
         """Record the gradient of a value in the backward pass.
 
-        The model continues with a copy: the value may be used elsewhere, too, or be changed in place. The
-        value of attention cannot be replaced.
+        The model continues with a copy (not for attention), as the value may be shared or changed in place.
         """
         is_attention = site.part == "attn"
         if not torch.is_grad_enabled() or (is_attention and not value.requires_grad):
@@ -257,8 +256,7 @@ def capture(
         grad: also keep gradients, in `.gradients`. The model continues with copies of the values: a caller
             does not see what a module does to its input in place.
         before_edits: take values as they were before an active `edit`.
-        stop: end a forward pass of `model` once it has reached each site; the pass returns None then, if
-            it left anything out.
+        stop: end a forward pass of `model` after all sites; it returns None then, if it left anything out.
         device: device of the copies; from a GPU to "cpu" through pinned memory, without waiting.
         sink: function that takes key and value inside the forward pass: on the same device the value itself
             (copy or consume it there), else its copy after it has arrived. Nothing is kept.

@@ -124,8 +124,7 @@ def ablate(
     """Remove the information about the input from a site.
 
     Args:
-        how: `zero`; `mean`: the given mean; `resample`: the value of another sample of the batch (no sample
-            keeps its own).
+        how: `zero`; `mean`: the given mean; `resample`: another sample's value, never its own.
         where: as in `patch`.
         mean: for `mean`: a tensor that broadcasts to `old[where]`, or means by site from `site_means`.
         seed: for `resample`: seed of the order of the samples.
@@ -187,8 +186,7 @@ def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
 def real_positions(value: Tensor, dims: tuple[int, ...], mask: Tensor, name: str) -> Tensor:
     """Return a mask [B, T] (or its last T) as bool that broadcasts to a value averaged over `dims`.
 
-    Rows [R, ...] of tokens or samples in unknown order need a mask [R]. InterpError: it is unknown which
-    places of the value are padding.
+    Rows [R, ...] of tokens or samples in unknown order need a mask [R], else InterpError.
     """
     shape = [1] * value.ndim
     if value.ndim < 3 or 0 not in dims:

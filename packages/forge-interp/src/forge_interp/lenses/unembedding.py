@@ -26,9 +26,8 @@ class Unembedding:
     The head is `model.get_output_embeddings()` (Hugging Face), else the one module nearest to the root whose
     name is in `HEAD_NAMES`; the norm is the one module outside of the numbered blocks whose name is in
     `NORM_NAMES`. Names do not reveal further steps (soft caps, scales, a projection between the two): give
-    these as a function. For Gemma-2 with a cap of 30:
-    `head=lambda x: 30 * torch.tanh(model.lm_head(x) / 30)`. `norm_name` and `head_name` are None for a
-    function that is no module of the model.
+    these as a function, for a cap of 30 `head=lambda x: 30 * torch.tanh(model.lm_head(x) / 30)` (Gemma-2).
+    `norm_name` and `head_name` are None for a function that is no module of the model.
     """
 
     def __init__(self, model: nn.Module, norm: Readout | None = None, head: Readout | None = None) -> None:

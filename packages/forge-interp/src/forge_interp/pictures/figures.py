@@ -87,8 +87,7 @@ def draw_lens(
     """Draw what each site predicts at each position: the likeliest token as text, a value as colour.
 
     `result` has [B, T] positions, `tokens` are the T input words of `row`; `value` is "target_log_prob",
-    "target_rank", "entropy" or "kl"; `decode` turns an id into a word. InterpError where the result has no
-    such value or row.
+    "target_rank", "entropy" or "kl"; `decode` turns an id into a word. InterpError: no such value or row.
     """
     values = getattr(result, value) if value in _LENS else None
     if values is None:

@@ -105,8 +105,7 @@ class SparseAutoencoder(nn.Module):
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
         """Decode features [..., F] into [..., D'].
 
-        The input `x` is needed where it was normalised by its own size, or for `skip` and hook_z; InterpError
-        without it.
+        InterpError without the input `x` where it was normalised by its own size, and for `skip` and hook_z.
         """
         config = self.config
         made = self.unscaled(features) @ self.W_dec + self.b_dec

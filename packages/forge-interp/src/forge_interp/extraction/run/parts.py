@@ -107,8 +107,7 @@ class Part(NamedTuple):
 class PartWriter:
     """Collects the rows of a part, batch by batch and site by site.
 
-    Each batch must have the same columns. Rows beyond the memory limit wait in `folder`; None: all rows stay
-    in memory.
+    Each batch must have the same columns. Rows beyond the memory limit wait in `folder`, if there is one.
     """
 
     def __init__(self, columns: tuple[Column, ...], folder: Path | None) -> None:

@@ -60,8 +60,7 @@ class Spread:
 
     A DTensor says how it is spread. A plain tensor is split if it is the output of a column-split or the
     input of a row-split linear layer. Attention is split by heads if its module has split weights and the
-    ranks hold different heads. Any other plain tensor must be the same on all ranks, which is checked once
-    per site.
+    ranks hold different heads. Any other plain tensor must be equal on all ranks (checked once a site).
     """
 
     def __init__(self, model: nn.Module) -> None:
