@@ -27,7 +27,7 @@ class LayerSimilarity:
     values: np.ndarray  # [len(rows), len(columns)] float64; NaN where the measure is undefined
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-    measure: str  # what the number is, for the title of a plot
+    measure: str  # name of the number, for the title of a plot
 
 
 def over_pairs(moments: Moments, measure: str, score: Callable[[str, str], float]) -> LayerSimilarity:

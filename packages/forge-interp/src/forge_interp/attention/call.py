@@ -50,7 +50,7 @@ class AttentionCall:
     has_sinks: bool = False  # whether that softmax went over more keys than have values
     shape: torch.Size | None = None  # of the output in the model, if it differs
     packed: int | None = None  # K if the query heads that share keys were packed into queries of one head
-    repeats: tuple[int, int] = (1, 1)  # how many times keys, and values, had been repeated
+    repeats: tuple[int, int] = (1, 1)  # number of repetitions of keys, and of values
     computed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)  # for `read`
 
     @classmethod

@@ -35,7 +35,7 @@ def attribution_patching(
     - A saturated softmax hides what queries and keys do: patch attn.pattern, behind it, or use `steps`.
     - Large effects cancel. Drop the gradient through one layer at a time and average the absolute effects
       (GradDrop): call this function under `edit(model, {"layers.3.ffn:out": torch.Tensor.detach})`.
-    - Anything saturates. With `steps` the gradient is averaged along the straight line from a_corrupted to
+    - A function saturates. With `steps` the gradient is averaged along the straight line from a_corrupted to
       a_clean (integrated gradients, one site at a time, Gauss-Legendre nodes). The sum over a site then tends
       to the true effect of patching the whole site; `residual` is the error that remains. The share of a
       place no longer estimates a patch of that place alone. Costs `steps` forward and backward passes for

@@ -35,14 +35,14 @@ class LogitAttribution:
     finds, or whose outputs are no terms of a sum (a norm follows the sum of stream and block).
     """
 
-    logits: Tensor  # [B, T] of the targets, minus those of `against`
+    logits: Tensor  # [B, T] logits of the targets, minus the logits of `against`
     parts: dict[str, Tensor]  # [B, T]
     heads: dict[str, Tensor]  # by block [B, T, N]
     neurons: dict[str, Tensor]  # by block [B, T, F]
     rest: dict[str, Tensor]  # by block [B, T]
     attention: dict[str, Tensor]  # by block [B, T], biases included, where the MLP follows (see `resid_mid`);
     mlp: dict[str, Tensor]  # of parallel blocks add up heads and neurons
-    direction: Tensor  # [B, T, D] what the logit is, as a linear function of the last residual stream
+    direction: Tensor  # [B, T, D] the logit as a linear function of the last residual stream
 
     def share(self, value: Tensor) -> Tensor:
         """Return the share [B, T] of a value [B, T, D] of the residual stream."""

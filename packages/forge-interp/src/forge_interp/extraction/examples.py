@@ -30,12 +30,12 @@ class Example:
 
     unit: int
     value: float
-    row: int  # of the store
+    row: int  # index in the store
     sample: int
-    position: int  # of the token in its sample
-    tokens: tuple[str, ...]  # of the context, in order
-    values: tuple[float, ...]  # of the unit at each
-    centre: int  # which of them is the example
+    position: int  # index of the token in its sample
+    tokens: tuple[str, ...]  # the context, in order
+    values: tuple[float, ...]  # activity of the unit at each token
+    centre: int  # index of the example in `tokens`
 
 
 class Examples(list[Example]):

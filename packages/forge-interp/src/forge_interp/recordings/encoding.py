@@ -72,8 +72,8 @@ def encode(
         delays: scans by which features are delayed; with (1, 2, 3, 4) the regression fits the response, (0,)
             is for features that are already convolved with it.
         alphas: candidate penalties; default 0.1 to 1e7. A band of weight w has alpha / w.
-        draws: number of band weights from Dirichlet distributions of concentration 0.1 and 1; the first are
-            equal.
+        draws: number of draws of band weights, from Dirichlet distributions of concentration 0.1 and 1; the
+            first draw has equal weights.
         permutations: number of permutations; 0 for no p values.
         block: scans of a block; choose it longer than the autocorrelation of the recordings.
         seed: seed of the draws and permutations.

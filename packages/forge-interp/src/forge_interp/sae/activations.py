@@ -23,10 +23,10 @@ Reduce = Callable[[Tensor], Tensor]
 class Penalty:
     """How training keeps features sparse; an activation ignores fields that it does not use."""
 
-    coefficient: float = 1.0  # of the L1 (relu, gated) or L0 (jumprelu) penalty, after its warm-up
-    bandwidth: float = 0.05  # of the straight-through estimator (jumprelu)
+    coefficient: float = 1.0  # factor of the L1 (relu, gated) or L0 (jumprelu) penalty, after its warm-up
+    bandwidth: float = 0.05  # width of the straight-through estimator (jumprelu)
     pre_act: float = 0.0  # pulls the pre-activations of dead features up to the threshold (jumprelu)
-    auxiliary: float = 1.0  # of the loss of dead features that explain the error (topk, batch_topk)
+    auxiliary: float = 1.0  # factor of the loss of dead features that explain the error (topk, batch_topk)
 
 
 class _Relu:
@@ -143,7 +143,7 @@ class Batch:
     """Rows of a training step, with features and outputs."""
 
     inputs: Tensor  # [R, D]
-    target: Tensor  # [R, D'], what is to be reconstructed
+    target: Tensor  # [R, D'], to be reconstructed
     pre: Tensor  # [R, F]
     acts: Tensor  # [R, F]
     output: Tensor  # [R, D']

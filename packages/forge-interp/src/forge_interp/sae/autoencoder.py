@@ -30,10 +30,10 @@ class SAEConfig:
     skip: bool = False  # whether a transcoder adds a linear map of its input
     k: float | None = None  # active features of a row (topk), on average (batch_topk)
     apply_b_dec_to_input: bool = True  # whether the input is taken relative to b_dec; not by a transcoder
-    normalize_activations: str = "none"  # of the input; the output is brought back
+    normalize_activations: str = "none"  # how the input is normalised; the output is brought back
     rescale_acts_by_decoder_norm: bool = False  # topk, batch_topk: choose as if decoder rows had norm 1
     reshape_activations: str = "none"  # "hook_z": inputs [..., N, H] are taken as [..., N H]
-    metadata: dict[str, Any] = field(default_factory=dict)  # of a file, as it was there
+    metadata: dict[str, Any] = field(default_factory=dict)  # metadata of the file, unchanged
 
     def __post_init__(self) -> None:
         """Check all fields."""

@@ -111,7 +111,7 @@ class FeatureReport:
     density: Tensor  # [F], the part of rows in which each is active
     mean_active: Tensor  # [F], the mean over these, 0 where there is none
     largest: Tensor  # [F]
-    loss: float  # of the model as it is, the mean over batches
+    loss: float  # loss of the unchanged model, mean over batches
     loss_spliced: float  # with x' in place of x
     loss_zero: float  # with 0 in place of x
     loss_recovered: float  # (loss_zero - loss_spliced) / (loss_zero - loss): 1 is as good as x

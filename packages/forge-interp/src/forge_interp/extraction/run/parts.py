@@ -69,7 +69,7 @@ class Part(NamedTuple):
     rows: int
     batches: int
     inputs: int  # CRC-32 of the inputs of its batches
-    crcs: list[int]  # of each column
+    crcs: list[int]  # CRC-32 of each column
 
     @classmethod
     def read(cls, path: Path) -> Part | None:

@@ -23,8 +23,8 @@ Written = dict[int, tuple[int, int]]
 class Processes:
     """This process among the processes that extract together."""
 
-    rank: int  # whose share of the parts it takes
-    size: int  # how many shares there are
+    rank: int  # index of its share of the parts
+    size: int  # number of shares
     group: Any = None  # the processes that wait for each other; None when each works for itself
     in_step: bool = False  # all of the group must run the model equally often, for they hold it together
     writes: bool = True  # False where another process of the same rank writes the rows (tensor parallelism)

@@ -33,13 +33,13 @@ class Tap:
     """
 
     site: Site  # without wildcards
-    module: nn.Module  # for attention what a checkpoint wrapper wraps, which alone runs again
+    module: nn.Module  # for attention the module in a checkpoint wrapper: it alone runs again
     act: Callable[[Site, nn.Module, Any], Tensor | None]
     phase: Phase
     owner: object  # attention calls go to the innermost module among those of an owner
     skip: Callable[[Site, str], None] | None = None  # takes the reason why there is no tensor; None: an error
     edit: Callable[[Tensor], Tensor] | None = None  # the function of a tap that edits
-    calls: int = 0  # how many have begun, of the module or of attention in it
+    calls: int = 0  # number of calls begun, of the module or of attention in it
     _backward: int = field(default_factory=backward_number)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
