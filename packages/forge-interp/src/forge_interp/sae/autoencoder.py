@@ -79,7 +79,7 @@ class SparseAutoencoder(nn.Module):
     def __init__(
         self, config: SAEConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: Any = None
     ) -> None:
-        """Draw random weights: decoder rows of norm 0.1, the encoder its transpose (no transcoder)."""
+        """Draw random weights: decoder rows of norm 0.1, the encoder its transpose (not in transcoders)."""
         super().__init__()
         check_kind("config", config, SAEConfig, "an SAEConfig")
         self.config = config
