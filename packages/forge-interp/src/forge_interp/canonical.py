@@ -1,7 +1,7 @@
 """Where do the places that papers name sit in this model: residual stream, heads, neurons?
 
-One run of the model on example inputs shows it: nothing is guessed from names of modules, and what is not
-there is reported. Letters: B batch, T tokens, D model dim, F width of the MLP.
+One run of the model on example inputs shows the places: no module name is guessed, and a missing place is
+reported. Letters: B batch, T tokens, D model dim, F width of the MLP.
 """
 
 from contextlib import suppress
@@ -16,10 +16,10 @@ from forge_interp.model_inputs import Inputs, call_model
 
 
 class CanonicalSites(dict[str, str]):
-    """Sites by canonical name, `blocks.3.resid_pre`; `print` it for what was mapped and what was not.
+    """Sites by canonical name, `blocks.3.resid_pre`; `print` shows all names, also those without a site.
 
-    With several stacks of blocks (encoder and decoder), `blocks` is the name of each stack. `missing` are the
-    names that the model has no site for, and why.
+    With several stacks of blocks (encoder and decoder), the name of the stack stands in place of `blocks`.
+    `missing` maps each name without a site to the reason.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,13 @@ class CanonicalSites(dict[str, str]):
 def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
     """Map resid_pre, attn.z, resid_mid, mlp.pre, mlp.post and resid_post of each block to sites of the model.
 
-    resid_pre, resid_post: what goes into a block and comes out of it. resid_mid: the first value in the block
-    that is resid_pre plus the output of one of its modules. attn.z: of the first attention call in the block.
-    mlp.post: what the last map from another width to D is given, outside of attention and behind resid_mid;
-    mlp.pre: what the activation function is given there. Neither is there where a block has experts. Blocks
-    of the same modules with weights of the same shapes are mapped alike, by the first of them.
+    resid_pre and resid_post are input and output of the block. resid_mid is the first value in the block that
+    equals resid_pre plus the output of one of its modules. attn.z belongs to the first attention call in the
+    block. mlp.post is the input of the last map from another width to D outside of attention and after
+    resid_mid; mlp.pre is the input of its activation function. A block with experts has neither. Blocks
+    with the same modules and shapes of weights are mapped as the first of them.
 
-    `inputs` are a small batch, as for `record`; the model runs twice for each kind of blocks. InterpError
-    where no list of blocks ran.
+    `inputs` are a small batch; the model runs twice per kind of block. InterpError: no list of blocks ran.
     """
     found, modules = CanonicalSites(), named_modules(model)
     mapped: dict[str, dict[str, dict[str, str]]] = {}  # stack -> index -> canonical name -> place
@@ -75,7 +74,7 @@ def canonical_sites(model: nn.Module, inputs: Inputs) -> CanonicalSites:
 
 
 def _stacks(modules: dict[str, nn.Module]) -> list[str]:
-    """The outermost lists of modules; a mapping is one where its keys are numbers."""
+    """Return the outermost lists of modules; a mapping counts as a list if its keys are numbers."""
     kinds = nn.ModuleList | nn.Sequential | nn.ModuleDict
     children = {name: list(module._modules) for name, module in modules.items() if isinstance(module, kinds)}
     found = [name for name, keys in children.items() if keys and all(map(str.isdigit, keys))]
@@ -83,7 +82,7 @@ def _stacks(modules: dict[str, nn.Module]) -> list[str]:
 
 
 def structure(block: nn.Module) -> str:
-    """Names, classes and shapes of weights of all modules in a block."""
+    """Return names, classes and shapes of weights of all modules in a block."""
     return repr(
         [
             (name, type(module).__qualname__, [tuple(p.shape) for p in module.parameters(recurse=False)])
@@ -93,7 +92,7 @@ def structure(block: nn.Module) -> str:
 
 
 def _map_block(model: nn.Module, inputs: Inputs, name: str, block: nn.Module) -> dict[str, str]:
-    """Canonical name to what follows the name of the block in a site, or "- reason"; {} if it is no block."""
+    """Map each canonical name to its site without the block's name, or to "- reason"; {}: no block."""
     try:
         with capture(model, [f"{name}.**:in", f"{name}.**:out", f"{name}:in"]) as acts:
             call_model(model, inputs)
@@ -116,7 +115,7 @@ def _map_block(model: nn.Module, inputs: Inputs, name: str, block: nn.Module) ->
 
 
 def _middle(acts: Activations, block: str) -> str:
-    """The first input of a module that is resid_pre plus what a module before has given."""
+    """Return the first module input that equals resid_pre plus the output of an earlier module."""
     before, earlier = acts[f"{block}:in"], list[Tensor]()
     for site, value in acts.items():
         if site == f"{block}:in" or "#" in site or value.shape != before.shape:
@@ -131,7 +130,7 @@ def _middle(acts: Activations, block: str) -> str:
 def _neurons(
     acts: Activations, block: str, attention: list[str], middle: str, module: nn.Module
 ) -> dict[str, str]:
-    """mlp.pre and mlp.post."""
+    """Return the sites of mlp.pre and mlp.post."""
     inside = tuple(f"{name}." for name in attention)
     sites = list(acts)
     if not middle.startswith("-"):  # a mixer of tokens before it has such a map, too
@@ -164,7 +163,7 @@ def _neurons(
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Whether it has several maps of one shape, of which a token may take some: one tensor, or a list."""
+    """Whether a token may take one of several maps of the same shape: the maps are one tensor, or a list."""
     if isinstance(module, nn.ModuleList):
         children = [structure(child) for child in module]
         return len(children) > 1 and len(set(children)) == 1

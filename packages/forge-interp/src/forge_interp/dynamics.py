@@ -1,4 +1,4 @@
-"""What becomes of the inside of a model while it trains?
+"""How do layers and heads of a model change while it trains?
 
 Letters: C checkpoints, L layers (sites), N heads of all layers together, B sequences, P their period.
 """
@@ -26,7 +26,7 @@ _BLOCK_ROWS = 4096
 
 @dataclass(frozen=True)
 class TrainingDynamics:
-    """What was found at each checkpoint, in the order of the steps."""
+    """Similarities of layers and scores of heads at each checkpoint, in the order of the steps."""
 
     steps: tuple[int, ...]  # C
     layers: tuple[str, ...]  # L sites
@@ -36,7 +36,7 @@ class TrainingDynamics:
     previous: np.ndarray  # [C, N] mean weight on the token before
 
     def table(self) -> list[dict[str, float | str]]:
-        """A row a checkpoint: step, the CKA of each layer, and the largest score of any head."""
+        """Return one row for each checkpoint: step, CKA of each layer, largest score of any head."""
         rows = []
         for row, step in enumerate(self.steps):
             found: dict[str, float | str] = {"step": step}
@@ -60,24 +60,22 @@ def training_dynamics(
     seed: int = 0,
     **options: Any,
 ) -> TrainingDynamics:
-    """Extract layers at every checkpoint on the same data, and follow them and the heads through training.
+    """Extract layers at every checkpoint on the same data, and follow layers and heads through training.
 
-    One model is in memory at a time if `checkpoints` makes them one by one. Killed, the same call goes on
-    with the stores that are there.
+    If `checkpoints` is a generator, one model is in memory. After a kill, the same call reuses its stores.
 
     Args:
         checkpoints: (step, model in evaluation mode), by rising step.
-        dataset: what `extract_representations` takes.
+        dataset: samples, in any form that `extract_representations` takes.
         layers: sites whose rows are compared.
         out: a folder; the rows of each checkpoint are a store `step-00000010` in it.
-        vocabulary: how many ids there are; for the scores of heads, on random ids of which the second half
-            repeats the first. None: no scores.
-        period: P, ids before they repeat; the model takes [B, 2 P] ids as its only argument.
+        vocabulary: number of ids, from which random ids for the scores of heads are drawn. None: no scores.
+        period: P, number of ids before they repeat; the model takes [B, 2 P] ids as its only argument.
         sequences: B.
-        seed: of the ids.
-        options: of `extract_representations`.
+        seed: seed of the ids.
+        options: arguments of `extract_representations`.
 
-    InterpError: there are fewer than two checkpoints, their steps do not rise, or layers are others.
+    InterpError: there are fewer than two checkpoints, their steps do not rise, or their layers differ.
     Source of the scores: Olsson et al. 2022, arXiv:2209.11895.
     """
     stores, scores = dict[int, ActivationStore](), list[dict[str, np.ndarray]]()
@@ -101,10 +99,10 @@ def training_dynamics(
 def head_scores(
     model: nn.Module, vocabulary: int, period: int = 32, sequences: int = 16, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Of each head [induction, previous]: its mean weight on two keys, over queries of repeated ids.
+    """Return [induction, previous] of each head: its mean weights on two keys, over queries of repeated ids.
 
-    Queries of the second half of `repeated_ids`; keys: the one behind the earlier occurrence of the query's
-    id, and the one before the query. Arguments and source as of `training_dynamics`.
+    The queries are the second half of `repeated_ids`. The keys are the one after the earlier occurrence of
+    the query's id, and the one before the query. Arguments and source: see `training_dynamics`.
     """
     ids = repeated_ids(vocabulary, period, sequences, seed)
     ids = next((ids.to(weight.device) for weight in model.parameters()), ids)
@@ -121,7 +119,7 @@ def head_scores(
 
 
 def repeated_ids(vocabulary: int, period: int, sequences: int, seed: int = 0) -> torch.Tensor:
-    """[B, 2 P] int64: random ids, of which the second half repeats the first."""
+    """Draw [B, 2 P] int64 random ids, whose second half repeats the first."""
     if min(vocabulary, period - 1, sequences) < 1:
         raise InterpError(
             f"vocabulary={vocabulary}, period={period}, sequences={sequences}; expected 1, 2 and 1 or more"
@@ -131,7 +129,7 @@ def repeated_ids(vocabulary: int, period: int, sequences: int, seed: int = 0) ->
 
 
 def _same_layers(now: ActivationStore, end: ActivationStore) -> list[float]:
-    """CKA of each layer in two stores of the same data."""
+    """Return the CKA of each layer in two stores of the same data."""
     found = []
     for site in now.sites:
         dim = now.read(site, 0, 1).numel()

@@ -14,7 +14,7 @@ class InterpError(ValueError):
 
 
 def optional(package: str, caller: str, extra: str) -> Any:
-    """Import a package that few functions need; InterpError says how to install it."""
+    """Import an optional package; InterpError says how to install it."""
     try:
         return import_module(package)
     except ImportError as error:
@@ -23,9 +23,9 @@ def optional(package: str, caller: str, extra: str) -> Any:
 
 
 def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
-    """Raise InterpError that says what was expected where an argument is of another kind.
+    """Raise InterpError, which names `expected`, unless an argument has one of these types.
 
-    For `Integral`, True and False are of another kind.
+    True and False do not count as `Integral`.
     """
     is_bool = isinstance(value, bool) and bool not in (kinds if isinstance(kinds, tuple) else (kinds,))
     if not isinstance(value, kinds) or is_bool:
@@ -33,13 +33,13 @@ def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """The shape of a tensor, else the name of the type, for messages."""
+    """Return the shape of a tensor, else the name of the type, for messages."""
     return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 @contextmanager
 def fitting(value: Tensor, what: str) -> Iterator[None]:
-    """Have torch's own errors about shapes and indices in the `with` be an InterpError that names them."""
+    """Turn torch's errors about shapes and indices in the `with` into an InterpError that names `what`."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError, InterpError):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from forge_interp.errors import InterpError
 
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
-"""A tensor: the only argument. A tuple or list: the positional ones. A mapping: the named ones."""
+"""A tensor is the only argument, a tuple or list the positional ones, a mapping the named ones."""
 
 
 def call_model(model: nn.Module, inputs: Inputs) -> Any:
@@ -18,7 +18,7 @@ def call_model(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def arguments(inputs: Inputs) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Positional and named arguments; InterpError where inputs are neither tensor, tuple nor mapping."""
+    """Return positional and named arguments; InterpError where inputs are no tensor, tuple or mapping."""
     if not isinstance(inputs, Tensor | Mapping | tuple | list):
         raise InterpError(
             f"inputs are a {type(inputs).__name__}; expected a tensor, a tuple of positional arguments, "
@@ -30,14 +30,14 @@ def arguments(inputs: Inputs) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 def run_model(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call `model`; those of transformers make no cache of keys and values unless asked for one."""
+    """Call `model`; models of transformers make no cache of keys and values unless asked for one."""
     fills_cache = getattr(getattr(model, "config", None), "use_cache", False)
     takes_option = fills_cache and "use_cache" in inspect.signature(model.forward).parameters
     return model(*args, **{**({"use_cache": False} if takes_option else {}), **kwargs})
 
 
 def output_logits(output: Any) -> Tensor:
-    """Return the logits of what a model returned: itself, `.logits`, or the first item; else InterpError."""
+    """Return the logits in an output: the output, its `.logits`, or its first item; else InterpError."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if isinstance(logits, tuple | list) and logits:
         logits = logits[0]

@@ -1,4 +1,4 @@
-"""One call: run a model on inputs, and have everything that flowed through it."""
+"""One call runs a model on inputs and returns all values that flowed through it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from forge_interp.model_inputs import Inputs, call_model
 
 
 class Recording(BySite):
-    """What flowed through a model, in the order in which it arose; `print` it for a table, `pickle` it.
+    """Values that flowed through a model, in the order of the run; `print` it for a table, `pickle` it.
 
-    `output` is what the model returned; `skipped` are sites of wildcards without a tensor, and why.
+    `output` is the model's output; `skipped` maps sites of wildcards without a tensor to the reason.
     """
 
     def __init__(self, values: Mapping[str, Tensor], output: Any, skipped: Mapping[str, str]) -> None:
@@ -36,14 +36,14 @@ class Recording(BySite):
         return "\n".join([line.rstrip() for line in lines] + skipped)
 
     def renamed(self, names: Mapping[str, str]) -> Recording:
-        """The values that `names` knows, new name to site, under their new names; see `canonical_sites`."""
+        """Return the values at the sites in `names` (new name to site) by new name; see `canonical_sites`."""
         found = {name: self[site] for name, site in names.items() if site in self}
         return Recording(found, self.output, self.skipped)
 
     def to_xarray(self) -> Any:
-        """An `xarray.Dataset`, a variable a site; needs xarray. bfloat16 becomes float32, which holds it.
+        """Return an `xarray.Dataset`, one variable a site; needs xarray. bfloat16 becomes float32.
 
-        Dimensions that all values share are named alike: `batch` is dim 0, others `site.dim1`, ...
+        All values share the dimension `batch` (dim 0); the others are named `site.dim1`, ...
         """
         xarray = optional("xarray", "to_xarray", "tables")
         variables = {}
@@ -53,7 +53,7 @@ class Recording(BySite):
         return xarray.Dataset(variables)
 
     def to_dataframe(self) -> Any:
-        """A `pandas.DataFrame`, a row a number: site, dim0, dim1, ..., value; needs pandas."""
+        """Return a `pandas.DataFrame`, one row a number: site, dim0, dim1, ..., value; needs pandas."""
         pandas = optional("pandas", "to_dataframe", "tables")
         frames = []
         for site, value in self.items():
@@ -70,11 +70,11 @@ def record(
     select: Select | None = None,
     device: torch.device | str | None = None,
 ) -> Recording:
-    """Run a model on inputs, without gradients, and keep what flows through sites of it.
+    """Run a model on inputs, without gradients, and keep the values at its sites.
 
-    `inputs` are a tensor, a tuple of positional arguments, or a mapping of named ones; the other arguments
-    and errors those of `capture`. By default the output of every module is kept. Where wildcards name what
-    holds no tensor, such as an output of several, it is passed over and listed in `skipped`.
+    `inputs` are a tensor, a tuple of positional arguments, or a mapping of named ones; other arguments and
+    errors: see `capture`. By default the output of every module is kept. A site of a wildcard that holds no
+    tensor, such as an output with several, is listed in `skipped`.
     """
     with torch.no_grad(), capture(model, sites, select=select, device=device) as acts:
         output = call_model(model, inputs)

@@ -25,17 +25,17 @@ class Moments:
     """Second moments of every pair of blocks, from one pass over the samples, in float64.
 
     For blocks x, y with rows x_i, y_i and means mu, nu it holds n, mu, the co-moment sum_i
-    (x_i-mu)(y_i-nu)^T, and the scalars sum_i |x_i-mu|^2 |y_i-nu|^2 which debiased CKA needs. That is enough
+    (x_i-mu)(y_i-nu)^T, and the scalars sum_i |x_i-mu|^2 |y_i-nu|^2 which debiased CKA needs. These suffice
     for CKA, the CCA family, Procrustes, ridge regression and effective rank. Sums are taken around the mean
-    of the first chunk, so that large means (outlier features) cancel nothing; moving them to another centre
-    is exact, which is what makes states of different ranks addable.
+    of the first chunk, so that large means (outlier features) cancel nothing. Moving the sums to another
+    centre is exact, so the states of different ranks can be added.
 
     Memory: 8 bytes times the sum over pairs of (d_x + 2) (d_y + 2); about 16 MiB more while updating.
 
-    `widths` are the features of each block, e.g. {"layers.0": 256, "layers.1": 256}; `between` is (rows,
-    columns): only these pairs, and each block with itself (default: all); the sums live on `device`.
+    `widths` is the number of features of each block, e.g. {"layers.0": 256, "layers.1": 256}; `between` is
+    (rows, columns): only these pairs and each block with itself (default: all). `device` holds the sums.
 
-    Source: Chan, Golub and LeVeque 1983, Am. Stat. 37:242 (shifted sums, and merging those of parts).
+    Source: Chan, Golub and LeVeque 1983, Am. Stat. 37:242 (shifted sums, and how sums of parts are merged).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Moments:
 
     @classmethod
     def of(cls, blocks: Mapping[str, Array], *, between: Between | None = None) -> "Moments":
-        """Build from whole arrays, each [n, d]; the device is that of the first."""
+        """Build the moments of arrays [n, d] in memory, on the device of the first array."""
         given = {name: as_matrix(x, name, dtype=None) for name, x in blocks.items()}
         device = next((x.device for x in given.values()), "cpu")
         moments = cls({name: x.shape[1] for name, x in given.items()}, between=between, device=device)
@@ -78,8 +78,7 @@ class Moments:
     def update(self, batch: Mapping[str, Array]) -> None:
         """Add samples, [n, d] per block, all with the same rows; any float dtype, torch or numpy.
 
-        Raises InterpError, and adds nothing then: blocks are missing or unknown, widths or row counts differ,
-        or a value is NaN or infinite.
+        InterpError, with nothing added: blocks missing or unknown, widths or rows differ, NaN or infinity.
         """
         if set(batch) != set(self.widths):
             raise InterpError(f"batch has {sorted(batch)}; expected {sorted(self.widths)}")
@@ -102,9 +101,9 @@ class Moments:
         return {"centre": self._centre, "products": self._products}
 
     def load_state(self, state: Mapping[str, Tensor]) -> Self:
-        """Copy a state of the same blocks and pairs into this one, all of it or nothing, and return this one.
+        """Copy a state of the same blocks and pairs into this object, and return the object.
 
-        Raises InterpError: a tensor is missing, or has another shape.
+        InterpError, with nothing copied, where a tensor is missing or has another shape.
         """
         mine = self.state()
         for name, tensor in mine.items():
@@ -116,7 +115,7 @@ class Moments:
         return self
 
     def merge(self, other: Self) -> Self:
-        """Add the samples of `other`, of the same blocks and pairs, in place, and return this one."""
+        """Add the samples of `other`, of the same blocks and pairs, in place, and return this object."""
         if (other.widths, other._blocks.keys()) != (self.widths, self._blocks.keys()):
             raise InterpError(
                 f"cannot merge {other.widths} into {self.widths}; expected the same blocks, pairs"
@@ -129,7 +128,7 @@ class Moments:
         return self
 
     def all_reduce(self, add: Callable[[Tensor], object] | None = None) -> Self:
-        """Replace the samples of this rank by those of all ranks, in place. Collective.
+        """Replace the samples of this rank by the samples of all ranks, in place. Collective.
 
         `add` replaces a tensor by its sum over ranks, in place; default `torch.distributed.all_reduce`.
         """
@@ -141,19 +140,19 @@ class Moments:
 
     @property
     def count(self) -> int:
-        """Samples seen."""
+        """The number of samples that were added."""
         return round(self._count.item())
 
     def mean(self, name: str) -> Tensor:
-        """Return the mean of a block, [d] float64; InterpError if no sample was given."""
+        """Return the mean of a block, [d] float64; InterpError if no sample was added."""
         if self.count == 0:
             raise InterpError("0 samples were given; expected at least 1: call update() first")
         return self._centre[self._spans[name]] + self._blocks[name, name][0, 1:-1] / self._count
 
     def comoment(self, first: str, second: str) -> Tensor:
-        """Return sum_i (x_i - mean x)(y_i - mean y)^T, [d_x, d_y] float64; divide by n - 1 for a covariance.
+        """Return sum_i (x_i - mean x)(y_i - mean y)^T, [d_x, d_y] float64: n - 1 times the covariance.
 
-        A copy. InterpError: the pair is not `between`, there are fewer than 2 samples, or squares overflowed.
+        The result is a copy. InterpError: no such pair in `between`, fewer than 2 samples, or an overflow.
         """
         return self._centred(first, second)[1:-1, 1:-1].clone()
 
@@ -172,7 +171,7 @@ class Moments:
         return next(iter(self._blocks.values()))[0, 0]
 
     def _total(self) -> Tensor:
-        """The number of samples, and the sum of each feature: together they give the mean over all ranks."""
+        """Return the number of samples and the sum of each feature: they give the mean over all ranks."""
         sums = torch.cat([self._blocks[name, name][0, 1:-1] for name in self.names])
         return torch.cat([self._count[None], sums + self._count * self._centre])
 
@@ -190,7 +189,7 @@ class Moments:
             block.addmm_(made[a].T, made[b])
 
     def _centred(self, first: str, second: str) -> Tensor:
-        """Sum of phi(x) phi(y)^T around the means, [d_x + 2, d_y + 2]: a view, good until the next update."""
+        """Return the sum of phi(x) phi(y)^T around the means, [d_x + 2, d_y + 2]: a view until `update`."""
         if self.count < 2:
             raise InterpError(f"{self.count} samples were given; expected at least 2")
         own = [self._blocks[name, name] for name in self.names]

@@ -15,14 +15,14 @@ from forge_interp.errors import InterpError
 
 Array = Tensor | np.ndarray
 Labels = np.ndarray | Sequence[object]
-ROUNDING = 1e-13  # spread beside size below which float64 numbers are taken to be equal
+ROUNDING = 1e-13  # float64 numbers count as equal if their spread, relative to their size, is smaller
 
 
 def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.float64) -> Tensor:
-    """Give a detached [n, d] tensor of an array [n] or [n, d], in `dtype` (None keeps that of `values`).
+    """Return an array [n] or [n, d] as a detached [n, d] tensor in `dtype` (None keeps that of `values`).
 
-    It shares memory with `values` where that can be, a read-only memory map too: no analysis writes to its
-    input. Raises InterpError, which calls it `name`: more than two dimensions, or not real numbers.
+    The tensor shares memory with `values` where it can, also with a read-only memory map: no analysis writes
+    to its input. InterpError, which names `name`: more than two dimensions, or no real numbers.
     """
     array = values if isinstance(values, Tensor) else np.asarray(values)
     if array.is_complex() if isinstance(array, Tensor) else array.dtype.kind not in "biuf":
@@ -41,13 +41,13 @@ def as_matrix(values: Array, name: str, *, dtype: torch.dtype | None = torch.flo
 
 
 def as_array(values: Array, name: str) -> np.ndarray:
-    """The same as float64 of numpy; InterpError also where a value is NaN or infinite."""
+    """Return the matrix of `as_matrix` as float64 NumPy; InterpError also for NaN and infinity."""
     check_finite(matrix := as_matrix(values, name), name)
     return matrix.cpu().numpy()
 
 
 def as_alphas(alphas: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Penalties to choose from; InterpError where there are none, or one is not positive."""
+    """Return the candidate penalties; InterpError where there are none, or one is not positive."""
     found = np.asarray(alphas, dtype=np.float64)
     if not found.size or not (found > 0).all():
         raise InterpError(f"alphas are {found.tolist()}; expected at least one, all positive")
@@ -55,7 +55,7 @@ def as_alphas(alphas: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def as_labels(values: Array | Labels) -> np.ndarray:
-    """Give labels or targets as a numpy array, torch ones (bfloat16 and device tensors too) copied."""
+    """Return labels or targets as a NumPy array; torch tensors may have any dtype and device."""
     if not isinstance(values, Tensor):
         return np.asarray(values)
     values = values.detach().cpu()

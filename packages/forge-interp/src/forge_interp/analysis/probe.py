@@ -27,18 +27,18 @@ class ProbeCurve:
 
     @property
     def selectivity(self) -> np.ndarray:
-        """[layers] mean score minus mean control score: what is not the memory of the probe."""
+        """[layers] mean score minus mean control score: the part that the probe has not memorized."""
         if self.control is None:
             raise InterpError("no control task was run; expected probe_layers(..., types=...)")
         return self.scores.mean(1) - self.control.mean(1)
 
 
 def control_task(types: Labels, y: np.ndarray, *, seed: int = 0) -> np.ndarray:
-    """Draw targets that a layer cannot know: one at random per type of input, always the same.
+    """Draw targets that no layer encodes: each type of input gets one random target.
 
-    A probe can learn it only by memorizing types, so a score on the real task that is not above this one
-    shows the capacity of the probe, not what the layer encodes. `types` [n] are the identities of the inputs,
-    e.g. token ids; `y` [n] or [n, T] real targets, whose distribution and shape are kept.
+    A probe can learn them only by memorizing types, so a score on the real task that is not above this one
+    shows the capacity of the probe, not what the layer encodes. `types` [n] are the identities of inputs,
+    e.g. token ids; `y` [n] or [n, T] are the real targets, whose distribution and shape are kept.
 
     Source: Hewitt and Liang 2019, arXiv:1909.03368.
     """
@@ -62,20 +62,20 @@ def probe_layers(
 ) -> ProbeCurve:
     """Cross-validate one linear probe per layer, with a control task; on the CPU, by scikit-learn.
 
-    Features are z-scored by the training fold. The penalty is chosen inside each training fold, by its own
-    folds of whole groups (by exact leave-one-out for ridge without groups): without the test samples.
+    Features are z-scored by the training fold. The penalty is chosen without the test samples, by folds of
+    whole groups inside each training fold (by exact leave-one-out for ridge without groups).
 
     Args:
         layers: {name: [n, d]}.
         y: ridge: [n] or [n, T] numbers; logistic: [n] labels or [n, T] zeros and ones.
         kind: "ridge" (score R^2, mean over targets) or "logistic" (score accuracy, mean over labels).
             Default: ridge for floating-point numbers, logistic for labels: integers, booleans or strings.
-        groups: [n] samples of one group never sit on both sides of a split; default each its own.
+        groups: [n] group of each sample; no group is on both sides of a split. Default: one group a sample.
         types: [n] input identities for the control task, see `control_task`; default no control.
-        alphas: penalties alpha |W|^2 (1 / C for logistic) to choose from, for ridge one for each target;
-            default 1e-2 to 1e6 for ridge, 1e-1 to 1e3 for logistic.
-        num_folds: outer folds F; 3 inner folds (2 if groups are few).
-        seed: of folds and control task.
+        alphas: candidate penalties alpha |W|^2 (1 / C for logistic); ridge chooses one for each target.
+            Default: 1e-2 to 1e6 for ridge, 1e-1 to 1e3 for logistic.
+        num_folds: number F of outer folds; there are 3 inner folds (2 if groups are few).
+        seed: seed of the folds and of the control task.
 
     InterpError where rows or values do not fit, a fit does not converge, or R^2 is undefined.
     Source: Alain and Bengio 2016, arXiv:1610.01644 (probes); Hewitt and Liang 2019 (selectivity).
@@ -123,7 +123,7 @@ def _check(layers: Mapping[str, Array], y: np.ndarray, groups: np.ndarray | None
 
 
 def group_folds(groups: np.ndarray, num_folds: int, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pairs (train, test) of sample indices, balanced; groups of one size go to the folds at random."""
+    """Return balanced pairs (train, test) of sample indices; equally large groups are spread at random."""
     from sklearn.model_selection import GroupKFold
 
     names, codes = np.unique(groups, return_inverse=True)
@@ -132,7 +132,7 @@ def group_folds(groups: np.ndarray, num_folds: int, seed: int = 0) -> list[tuple
 
 
 def _fit(kind: str, x: np.ndarray, y: np.ndarray, alphas: np.ndarray, groups: np.ndarray | None) -> Any:
-    """The model of scikit-learn with the penalties that predict held-out samples best."""
+    """Return the scikit-learn model whose penalties predict held-out samples best."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression, Ridge, RidgeCV
     from sklearn.model_selection import cross_val_predict

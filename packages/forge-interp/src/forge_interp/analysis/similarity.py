@@ -27,7 +27,7 @@ class LayerSimilarity:
     values: np.ndarray  # [len(rows), len(columns)] float64; NaN where the measure is undefined
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-    measure: str  # what the number is, for the title of a plot
+    measure: str  # name of the number, for the title of a plot
 
 
 def over_pairs(moments: Moments, measure: str, score: Callable[[str, str], float]) -> LayerSimilarity:
@@ -37,13 +37,13 @@ def over_pairs(moments: Moments, measure: str, score: Callable[[str, str], float
 
 
 def linear_cka(moments: Moments, *, debiased: bool = True) -> LayerSimilarity:
-    """Linear CKA of every layer pair: biased in [0, 1], debiased at most 1.
+    """Compute the linear CKA of every layer pair: biased in [0, 1], debiased at most 1.
 
-    Biased: |Xc^T Yc|_F^2 / (|Xc^T Xc|_F |Yc^T Yc|_F) with centred columns; exactly the Gram form. It tends
-    to 1 for independent data when d is not small beside n. Debiased: each HSIC is the unbiased estimator
-    HSIC_1, whose expectation is 0 for independent data; it may be slightly negative and needs n >= 4 (biased:
-    2). Both are NaN for a layer that never varies; debiased too where HSIC_1(K, K) = 0: all samples are
-    equally far apart (one-hot, say), which tells nothing of their likeness.
+    Biased: |Xc^T Yc|_F^2 / (|Xc^T Xc|_F |Yc^T Yc|_F) with centred columns, which equals the Gram form; it
+    tends to 1 for independent data when d is not small beside n. Debiased: each HSIC is the unbiased
+    estimator HSIC_1, whose expectation is 0 for independent data; it may be slightly negative and needs
+    n >= 4 (biased: 2). Both are NaN for a layer that never varies. The debiased CKA is also NaN where
+    HSIC_1(K, K) = 0: all samples are equally far apart (one-hot, for example).
 
     Source: Kornblith et al. 2019, arXiv:1905.00414; HSIC_1: Song et al. 2012, JMLR 13:1393.
     """
@@ -66,10 +66,9 @@ def _biased_hsic(moments: Moments, first: str, second: str) -> float:
 
 
 def _unbiased_hsic(moments: Moments, first: str, second: str) -> float:
-    """HSIC_1 from sums over features; a shift of the features does not change it.
+    """Compute HSIC_1 from sums over features; a shift of the features does not change it.
 
-    With centred columns the rows of K sum to 0, so with the diagonal removed sum(K) = -tr K and row i sums
-    to -K_ii.
+    With centred columns the rows of K sum to 0. So without its diagonal K sums to -tr K, and row i to -K_ii.
     """
     n = moments.count
     if n < 4:
@@ -84,13 +83,13 @@ def _unbiased_hsic(moments: Moments, first: str, second: str) -> float:
 def canonical_correlations(
     moments: Moments, first: str, second: str, *, keep: float = 1.0, ridge: float = 0.0
 ) -> np.ndarray:
-    """Canonical correlations of two layers, falling: [min(k_x, k_y)] float64 in [0, 1].
+    """Compute the canonical correlations of two layers, falling: [min(k_x, k_y)] float64 in [0, 1].
 
     rho_i is the largest correlation between a linear combination of X and one of Y, uncorrelated with the
     combinations before it: the singular values of Wx^T (Xc^T Yc) Wy, W whitening each side. Principal
-    components with less than 1e-10 of the variance of the first are taken for rounding and left out. The kept
-    ones of each side explain at least the share `keep` of its variance, in (0, 1]; `ridge` is added to each
-    eigenvalue of a covariance, relative to its largest; 0 is plain CCA. InterpError: a layer never varies.
+    components with less than 1e-10 of the variance of the first count as rounding and are left out. The kept
+    components of each side explain at least the share `keep` of its variance, in (0, 1]; `ridge` is added to
+    each eigenvalue of a covariance, relative to its largest; 0: plain CCA. InterpError: a constant layer.
 
     Source: Hotelling 1936, Biometrika 28:321.
     """
@@ -99,22 +98,21 @@ def canonical_correlations(
 
 
 def mean_cca(moments: Moments, *, ridge: float = 0.0) -> LayerSimilarity:
-    """Mean canonical correlation of every layer pair, over min(rank X, rank Y) directions.
+    """Compute the mean canonical correlation of every layer pair, over min(rank X, rank Y) directions.
 
-    Does not change under invertible affine maps of either layer. It is 1 by construction once n - 1 <= d:
+    It does not change under invertible affine maps of either layer. It is 1 by construction once n - 1 <= d:
     use it with n many times d, or give a `ridge` (see `canonical_correlations`).
 
-    Source: Raghu et al. 2017, arXiv:1706.05806 (the mean as a similarity); Kornblith et al. 2019,
-    arXiv:1905.00414.
+    Source: Raghu et al. 2017, arXiv:1706.05806 (the mean); Kornblith et al. 2019, arXiv:1905.00414.
     """
     return replace(svcca(moments, keep=1.0, ridge=ridge), measure="mean CCA")
 
 
 def svcca(moments: Moments, *, keep: float = 0.99, ridge: float = 0.0) -> LayerSimilarity:
-    """SVCCA of every layer pair: mean canonical correlation of the leading principal components.
+    """Compute SVCCA of every layer pair: mean canonical correlation of the leading principal components.
 
-    Each layer is first reduced to the components that explain `keep` of its variance, in (0, 1]. Does not
-    change under rotation and isotropic scaling of either layer. For `ridge` see `canonical_correlations`.
+    Each layer is first reduced to the components that explain `keep` of its variance, in (0, 1]. SVCCA does
+    not change under rotation and isotropic scaling of either layer. `ridge`: see `canonical_correlations`.
 
     Source: Raghu et al. 2017, arXiv:1706.05806.
     """
@@ -127,12 +125,11 @@ def svcca(moments: Moments, *, keep: float = 0.99, ridge: float = 0.0) -> LayerS
 
 
 def procrustes(moments: Moments) -> LayerSimilarity:
-    """Orthogonal Procrustes of every layer pair, each layer centred and scaled to Frobenius norm 1.
+    """Compute orthogonal Procrustes of every layer pair, each layer centred and scaled to Frobenius norm 1.
 
-    s = |Xc^T Yc|_* / (|Xc|_F |Yc|_F), the largest alignment by any rotation (nuclear norm). Does not change
-    under rotation and isotropic scaling of either layer; layers of different width count as padded with
-    zeros. s is in [0, 1]; min_Q |X - Y Q|_F^2 is 2 - 2 s, and arccos s, an angle, is a metric. InterpError
-    for a layer that never varies.
+    s = |Xc^T Yc|_* / (|Xc|_F |Yc|_F) is the largest alignment by any rotation (nuclear norm). Rotation and
+    isotropic scaling of a layer do not change s; a narrower layer is padded with zeros. s is in [0, 1]; min_Q
+    |X - Y Q|_F^2 is 2 - 2 s, and the angle arccos s is a metric. InterpError: a constant layer.
 
     Source: Ding et al. 2021, arXiv:2108.01661; angle: Williams et al. 2021, arXiv:2110.14739.
     """
@@ -148,7 +145,7 @@ def procrustes(moments: Moments) -> LayerSimilarity:
 
 
 def _correlations(moments: Moments, first: str, second: str, left: Tensor, right: Tensor) -> Tensor:
-    """[r] canonical correlations of two layers whose whitening maps are `left` and `right`."""
+    """Return the [r] canonical correlations of two layers whose whitening maps are `left` and `right`."""
     return torch.linalg.svdvals(left.T @ moments.comoment(first, second) @ right).clamp(max=1.0)
 
 
@@ -157,7 +154,7 @@ def _whiten_all(moments: Moments, keep: float, ridge: float) -> dict[str, Tensor
 
 
 def _whiten(moments: Moments, name: str, keep: float, ridge: float) -> Tensor:
-    """[d, k] map under which the kept principal directions of a layer become orthonormal."""
+    """Return the [d, k] map under which the kept principal directions of a layer become orthonormal."""
     if not 0 < keep <= 1 or ridge < 0:
         raise InterpError(f"keep is {keep}, ridge is {ridge}; expected keep in (0, 1] and ridge >= 0")
     if moments.power(name) == 0:
@@ -185,15 +182,14 @@ def compare_layers(
     *,
     measure: str = "cka",
 ) -> LayerSimilarity:
-    """Compare every layer of one model with every layer of another (or of itself), from whole arrays.
+    """Compare every layer of one model with every layer of another (or of itself), from arrays in memory.
 
     For data that does not fit into memory, or several measures at once, feed `Moments` batch by batch and
-    call the measures on it: this function gives the same. A layer wider than there are samples is rotated
-    into the n dimensions that its samples span, which changes no measure: costs go with min(n, d).
+    call the measures on it: the result is the same. A layer wider than there are samples is rotated into the
+    n dimensions that its samples span, which changes no measure: costs go with min(n, d).
 
     `first` and `second` (default `first`) are {layer: [n, d]}, rows and columns of the result, with the same
-    samples in the same order. `measure` is "cka" (debiased), "cka_biased", "mean_cca", "svcca" or
-    "procrustes".
+    samples in order. `measure`: "cka" (debiased), "cka_biased", "mean_cca", "svcca", "procrustes".
     """
     if measure not in MEASURES:
         raise InterpError(f"measure is {measure!r}; expected one of {list(MEASURES)}")

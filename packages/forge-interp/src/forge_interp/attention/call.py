@@ -32,8 +32,8 @@ Check = Literal["nothing", "some", "all"]
 class AttentionCall:
     """Inputs and output of one `F.scaled_dot_product_attention` call.
 
-    A bool mask is True where a query may attend, another is added to the scores. Where a model took the
-    softmax itself, query and key are empty, of head dim 0, and the scores are among `edits`.
+    A bool mask is True where a query may attend; any other mask is added to the scores. Where the model
+    computed the softmax itself, query and key have head dim 0, and `edits` holds the scores.
     """
 
     query: Tensor  # [B, N, T, H], after rotary positions and norms
@@ -45,12 +45,12 @@ class AttentionCall:
     dropout: float  # probability with which weights were dropped
     grouped: bool  # whether K < N was announced (`enable_gqa`)
     output: Tensor  # [B, N, T, H']
-    edits: Mapping[str, Tensor] = field(default_factory=dict)  # raw, scores, pattern in place of the computed
+    edits: Mapping[str, Tensor] = field(default_factory=dict)  # raw, scores, pattern, in place of computed
     is_softmax: bool = False
     has_sinks: bool = False  # whether that softmax went over more keys than have values
-    shape: torch.Size | None = None  # of the output as the model goes on with it, if that is another
+    shape: torch.Size | None = None  # of the output in the model, if it differs
     packed: int | None = None  # K if the query heads that share keys were packed into queries of one head
-    repeats: tuple[int, int] = (1, 1)  # how many times keys, and values, had been repeated
+    repeats: tuple[int, int] = (1, 1)  # number of repetitions of keys, and of values
     computed: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)  # for `read`
 
     @classmethod
@@ -61,9 +61,9 @@ class AttentionCall:
         output: Tensor | None = None,
         lineage: Lineage | None = None,
     ) -> AttentionCall:
-        """Read the arguments of `F.scaled_dot_product_attention`; `output` is None before it ran.
+        """Read the arguments of `F.scaled_dot_product_attention`; `output` is None before the call ran.
 
-        `lineage` is what the model had done to the heads before.
+        `lineage` knows how the model had arranged the heads.
         """
         given = bind(*args, **kwargs)
         query, key = given["query"], given["key"]
@@ -102,9 +102,9 @@ class AttentionCall:
         output: Tensor | None = None,
         lineage: Lineage | None = None,
     ) -> AttentionCall:
-        """Read a product of weights, from a softmax of scores [B, N, T, S] or [B N, T, S], with values.
+        """Read a product of values with weights from a softmax of scores [B, N, T, S] or [B N, T, S].
 
-        Values are [B, N, S, H'] or [B N, S, H'], or [B, K, S, H'] of weights [B, K, N / K T, S]; `output` is
+        Values are [B, N, S, H'] or [B N, S, H'], or [B, K, S, H'] for weights [B, K, N / K T, S]; `output` is
         the product, None before it was computed.
         """
         batch, heads, queries, keys = softmax.scores.shape
@@ -140,7 +140,7 @@ class AttentionCall:
 
     @property
     def returned(self) -> Tensor:
-        """The output with its heads arranged as the model had arranged those of its queries."""
+        """The output with its heads arranged as in the queries that the model passed."""
         if self.shape is not None:
             return self.output.reshape(self.shape)
         return self.output if self.packed is None else pack(self.output, self.packed)  # type: ignore[return-value]
@@ -154,14 +154,14 @@ class AttentionCall:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of raw, scores, pattern and statistics: float64 for float64 queries, else float32."""
+        """The dtype of raw, scores, pattern and statistics: float64 for float64 queries, else float32."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
     def read(self, name: str, max_bytes: int) -> Tensor:
-        """One tensor of this call; InterpError for an unknown name, more than `max_bytes`, or dropout.
+        """Return one tensor; InterpError for an unknown name, more than `max_bytes`, or dropout.
 
-        q, k, v, z as the call had them; raw, scores, pattern [B, N, T, S]; entropy, sink, previous, lag.K
-        [B, N, T], which never hold T x S numbers (`attention_statistics` defines them).
+        q, k, v, z are the tensors of the call; raw, scores, pattern are [B, N, T, S]; entropy, sink,
+        previous, lag.K are [B, N, T] and never hold T x S numbers (see `attention_statistics`).
         """
         self.check_known(name)
         if name in TENSORS:
@@ -176,9 +176,9 @@ class AttentionCall:
     def compute(
         self, names: Sequence[str], max_bytes: int, check: Check = "nothing", tolerance: float | None = None
     ) -> None:
-        """Compute what follows from scores in one pass over them, for `read` to hand out; raises as that.
+        """Compute tensors that follow from scores in one pass, which `read` then returns; errors: see `read`.
 
-        `check` says at which queries softmax(scores) V is compared with the output, see there.
+        `check` selects the queries at which the method `check` compares softmax(scores) V with the output.
         """
         call = self.local()
         dense: dict[str, Tensor] = {}
@@ -210,13 +210,13 @@ class AttentionCall:
 
         Queries that see no key are left out. The error of a head at a query may reach (tolerance + 16 eps max
         |score|) times the largest of sum_s pattern_s |V_s| over H': the error that rounding can make. The
-        relative tolerance is by default that of the output's dtype (float32: 1e-5, bfloat16: 2e-2; more where
-        the user lets float32 products be computed in TF32 or bfloat16).
+        default relative tolerance depends on the output's dtype (float32: 1e-5, bfloat16: 2e-2; more where
+        the user allows TF32 or bfloat16 in float32 products).
         """
         self.compute((), 0, check="all", tolerance=tolerance)
 
     def local(self) -> AttentionCall:
-        """The sequences and heads of this rank where the call was given DTensors, else the call itself."""
+        """Return this rank's sequences and heads of a call with DTensors, else the call itself."""
         if not is_dtensor(self.query):
             return self
         if self.is_softmax:
@@ -228,7 +228,7 @@ class AttentionCall:
         return replace(self, **local_parts(tensors, self.mask))
 
     def run(self, attention: Callable[..., Tensor]) -> Tensor:
-        """[B, N, T, H'] of another attention function, called with tensors as the model had arranged them."""
+        """Run another attention function on the tensors as the model arranged them; returns [B, N, T, H']."""
         key, value = (
             x.repeat_interleave(times, 1) if times > 1 else x
             for x, times in zip((self.key, self.value), self.repeats, strict=True)
@@ -241,9 +241,9 @@ class AttentionCall:
         return output if self.packed is None else unpack(output, self.packed)  # type: ignore[return-value]
 
     def edited(self, name: str, change: Callable[[Tensor], Tensor]) -> AttentionCall:
-        """This call as if raw, scores or pattern had been another; its output follows. Dense, differentiable.
+        """Return this call with changed raw, scores or pattern, and the output that follows; differentiable.
 
-        `name` is raw, scores or pattern; `change` is given [B, N, T, S] in `dtype`. Raises as `tiles`.
+        `change` is given the tensor `name`, dense [B, N, T, S] in `dtype`. Errors: see `tiles`.
         """
         self.check_known(name)
         whole = self.local()._whole(name)
@@ -256,9 +256,9 @@ class AttentionCall:
         return replace(call, output=output if self.query.dim() == 4 else output.squeeze(0))
 
     def tiles(self, max_bytes: int = TILE_BYTES) -> Iterator[Tile]:
-        """The scores in parts [b, N, t, S] of `max_bytes`, at least one query; InterpError with dropout.
+        """Yield tiles [b, N, t, S] of at most `max_bytes`, or one query; InterpError with dropout.
 
-        A part is several whole sequences, or some queries of one.
+        A tile has several whole sequences, or some queries of one.
         """
         self._check_dropout()
         batch, heads, queries, keys = self.grid
@@ -272,7 +272,7 @@ class AttentionCall:
                 yield Tile(self, rows, slice(start, start + num_queries), part)
 
     def samples(self) -> Iterator[Tile]:
-        """The scores of all heads at the middle and the last query; raises as `tiles`."""
+        """Yield a tile of all heads at the middle and the last query; errors: see `tiles`."""
         self._check_dropout()
         batch, _, queries, _ = self.grid
         key = self.used(self.key).expand(batch, -1, -1, -1).to(self.dtype)
@@ -281,11 +281,11 @@ class AttentionCall:
             yield Tile(self, slice(None), slice(middle, None, max(1, last - middle)), key)
 
     def used(self, x: Tensor) -> Tensor:
-        """[B, ...] in the dtype in which autocast hands it to the kernel."""
+        """Return [B, ...] in the dtype in which autocast passes it to the kernel."""
         return four(x).to(self.output.dtype)
 
     def check_known(self, name: str) -> None:
-        """Raise InterpError for what cannot be known of a softmax that the model takes itself."""
+        """Raise InterpError for a tensor that is unknown because the model computes the softmax itself."""
         if self.has_sinks and name == "scores":
             raise InterpError(
                 "attn.scores do not make the weights alone: the softmax goes over more than these keys, over "
@@ -314,5 +314,5 @@ class AttentionCall:
             )
 
     def _whole(self, name: str) -> Tensor:
-        """[B, N, T, S] at once, differentiable."""
+        """Return all [B, N, T, S] at once, differentiable."""
         return getattr(next(self.tiles(2**62)), name)

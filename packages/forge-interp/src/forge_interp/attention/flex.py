@@ -16,7 +16,7 @@ FLEX = "torch.nn.attention.flex_attention"
 
 
 class _Unseen:
-    """Stands for the log-sum-exp of scores, by which the model would change weights after the softmax."""
+    """Placeholder for the log-sum-exp of scores, which a model would need to change weights."""
 
     def __getattr__(self, name: str) -> Any:
         raise InterpError(
@@ -27,9 +27,9 @@ class _Unseen:
 
 
 def is_flex(function: Any, args: Sequence[Any]) -> bool:
-    """Whether a function is FlexAttention whose scores are products and a mask, with nothing between.
+    """Whether a function is FlexAttention without a score_mod.
 
-    Two names of torch are private; without them FlexAttention is not seen.
+    Two names of torch are private; without them FlexAttention is not recognized.
     """
     module = sys.modules.get(FLEX)
     flex, plain = (getattr(module, name, module) for name in ("flex_attention_hop", "_identity"))
@@ -39,9 +39,9 @@ def is_flex(function: Any, args: Sequence[Any]) -> bool:
 def as_sdpa(
     flex: Callable[..., Any], args: Sequence[Any]
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...], dict[str, Any]]:
-    """A function of the arguments of `F.scaled_dot_product_attention`, by FlexAttention, and these.
+    """Return a function with the arguments of `F.scaled_dot_product_attention`, and these arguments.
 
-    The mask, [B or 1, N or 1, T, S] bool, is that of the block mask, every place of it asked for.
+    The function calls FlexAttention. The mask, [B or 1, N or 1, T, S] bool, is mask_mod at every place.
     """
     create_mask = sys.modules[FLEX].create_mask
     query, key, value, _, blocks, scale, *_ = args
@@ -63,7 +63,7 @@ def as_sdpa(
 
 
 def _listed(counts: Tensor | None, indices: Any, sizes: Sequence[int], mask: Tensor) -> Tensor:
-    """The places of a mask [B, N, T, S] in blocks whose first `counts` keys are listed by `indices`."""
+    """Mark the places of a mask [B, N, T, S] in blocks that are among the first `counts` of `indices`."""
     if counts is None:
         return torch.zeros_like(mask)
     queries, keys = (
@@ -75,5 +75,5 @@ def _listed(counts: Tensor | None, indices: Any, sizes: Sequence[int], mask: Ten
 
 
 def flex_result(found: Any) -> Any:
-    """What FlexAttention returns: its own result, or other attention without the sums that belong to it."""
+    """Complete an attention output to the tuple of FlexAttention; FlexAttention's own result stays."""
     return (found, _Unseen(), _Unseen()) if isinstance(found, Tensor) else found

@@ -1,10 +1,10 @@
-"""What had a model done to tensors before it called attention, and where does it compute that itself?
+"""How did a model arrange tensors before it called attention, and where does it compute attention itself?
 
 With fewer key and value heads than query heads, models repeat keys and values for all heads, or, for one new
-token, pack the query heads that share keys as so many queries of one head. Which of these was done cannot be
-told from the shapes of the call; it is told from the operations before it. A product whose left factor comes
-from a softmax [B, N, T, S] over keys is attention, too. That is one of scores, of each query with each key: a
-softmax over features, as in linear attention, is one of a projection.
+token, pack the query heads that share keys as so many queries of one head. The shapes of the call do not
+show which of these was done; the operations before it do. A product whose left factor comes from a softmax
+[B, N, T, S] over keys is attention, too. Such a softmax is taken of scores of each query with each key; a
+softmax over features, as in linear attention, is taken of a projection.
 
 Letters: B sequences, N query heads, K key and value heads, G = N / K, T queries, S keys, H head dim.
 """
@@ -22,7 +22,7 @@ from forge_interp.attention.placement import is_dtensor, unrepeated
 
 
 def _both(*names: str) -> set[Any]:
-    """Functions of torch and methods of tensors by these names."""
+    """Return the functions of torch and the methods of tensors with these names."""
     return {getattr(owner, name) for owner in (torch, Tensor) for name in names if hasattr(owner, name)}
 
 
@@ -38,9 +38,9 @@ _BROADCASTS = _both("add", "sub", "mul", "__add__", "__radd__", "__sub__", "__rs
 
 @dataclass(frozen=True)
 class Softmax:
-    """Where weights of attention come from: of which scores [B, N, T, S]; dropout of weights since.
+    """Origin of attention weights: their scores [B, N, T, S], and the dropout of the weights since.
 
-    `weights` [.., T, S] are given where the softmax went over more keys than have values, such as sinks.
+    `weights` [.., T, S] are set where the softmax went over more keys than there are values (sinks).
     """
 
     scores: Tensor
@@ -50,7 +50,7 @@ class Softmax:
 
 
 class Lineage:
-    """What was done to tensors that are still alive, on one thread."""
+    """Operations on tensors that are still alive, on one thread."""
 
     def __init__(self) -> None:
         self._repeats, self._packed, self._softmax, self._flattened, self._scores, self._weights = (
@@ -58,9 +58,9 @@ class Lineage:
         )  # `_scores` of queries with keys, and what follows from these; `_weights`: a weight, cast or turned
 
     def weights(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Softmax | None:
-        """Where the left factor of a product comes from, if that is a softmax over keys.
+        """Return the origin of a product's left factor if it is a softmax over keys, else None.
 
-        Not if the right factor is made of scores, too. Query heads that share keys may be rows of one
+        None also if the right factor is made of scores. Query heads that share keys may be rows of one
         product: [B, K, G T, S].
         """
         if function not in _PRODUCTS or len(args) != 2 or not isinstance(args[0], Tensor):
@@ -80,7 +80,7 @@ class Lineage:
     def note(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Look at an operation: are these weights, keys repeated for the heads, or query heads packed?"""
+        """Record an operation that makes weights, repeats keys for the heads, or packs query heads."""
         made = _tensors(args[:1] if function is Tensor.__setitem__ else (result,))
         if not made:  # a shape, a dtype: most of what is seen
             return
@@ -108,7 +108,7 @@ class Lineage:
     def _note_weights(
         self, function: Callable[..., Any], before: Softmax, args: Any, kwargs: Any, result: Tensor
     ) -> None:
-        """Are these weights, cast, in another shape, dropped out, or those of some keys, still weights?"""
+        """Record a result that is still weights: cast, reshaped, dropped out, or those of some keys."""
         if function in _CASTS or function in _RESHAPES:
             self._softmax[result] = before
         elif function in _DROPOUT:
@@ -117,7 +117,7 @@ class Lineage:
             self._softmax[result] = replace(before, scores=before.scores[..., args[1][-1]], weights=result)
 
     def _note_scores(self, function: Callable[..., Any], given: list[Tensor], made: list[Tensor]) -> None:
-        """Is the result scores of each query with each key, or made of such, or of one weight?"""
+        """Record a result that is scores of queries with keys, or follows from scores or from one weight."""
         given = [x for x in given if not x.is_nested]
         if not given:
             return
@@ -128,7 +128,7 @@ class Lineage:
             self._scores.update(dict.fromkeys(made, True))
 
     def _joins(self, function: Callable[..., Any], given: list[Tensor], weights: list[Tensor]) -> bool:
-        """Whether a function takes each of some queries, perhaps learned, with each of some keys."""
+        """Whether a function combines each of several queries, perhaps learned, with each of several keys."""
         if function is torch.einsum:
             return len(given) > 1 and not weights
         if function in _CONTRACTIONS:
@@ -141,7 +141,7 @@ class Lineage:
     def _goes_on(
         self, function: Callable[..., Any], given: list[Tensor], weights: list[Tensor], made: Tensor
     ) -> bool:
-        """Whether scores stay scores: not where they are a factor of what is larger, or projected."""
+        """Whether scores stay scores: not if they are projected, or smaller than another argument."""
         if function is Tensor.__setitem__:
             return given[-1] in self._scores
         numbers = [x for x in given if x.is_floating_point()]
@@ -150,7 +150,7 @@ class Lineage:
         return not is_projected and any(x in self._scores for x in numbers if x.numel() == largest)
 
     def _is_weight(self, x: Tensor) -> bool:
-        """Whether a tensor is a parameter, a view of one, or made of one alone."""
+        """Whether a tensor is a parameter, a view of a parameter, or made of one parameter alone."""
         return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or x in self._weights
 
     def _note_reshape(self, x: Tensor, result: Tensor) -> None:
@@ -166,7 +166,7 @@ class Lineage:
             self._packed[result] = x.shape[1]
 
     def repeats(self, values: Tensor) -> int:
-        """How many times keys or values were repeated for the heads, and not changed in place since."""
+        """Return how many times keys or values were repeated for the heads; 1 if changed in place since."""
         times, version = self._repeats.get(values) or (1, None)
         if times == 1 or is_dtensor(values):
             return times
@@ -175,9 +175,9 @@ class Lineage:
         return times if torch.equal(values, unrepeated(values, times).repeat_interleave(times, 1)) else 1
 
     def undone(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Arguments with queries [B, N, T, H], keys and values [B, K, S, H], and what of these was undone.
+        """Return arguments with queries [B, N, T, H], keys and values [B, K, S, H], and what was undone.
 
-        The latter as the fields `packed` and `repeats` of an `AttentionCall`.
+        The latter are the fields `packed` and `repeats` of an `AttentionCall`.
         """
         query, key, value = (given[name] for name in ("query", "key", "value"))
         if query.dim() != 4:
@@ -192,7 +192,7 @@ class Lineage:
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Those among arguments or results, and in lists and tuples among them."""
+    """Return the tensors among arguments or results, and in lists and tuples among them."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -203,12 +203,12 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _version(x: Tensor) -> int | None:
-    """Another number after each change in place; None of tensors of inference mode, which have none."""
+    """Return a number that every in-place change changes; None for inference tensors, which have none."""
     return None if x.is_inference() else x._version
 
 
 def _picks_keys(x: Tensor, index: Any, result: Tensor) -> bool:
-    """Whether an index takes some of the last dimension and all of the others."""
+    """Whether an index takes a slice of the last dimension and all of the others."""
     if not isinstance(index, tuple) or not index:
         return False
     is_last = index[0] is Ellipsis or len(index) == x.dim()
@@ -216,19 +216,19 @@ def _picks_keys(x: Tensor, index: Any, result: Tensor) -> bool:
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **_: Any) -> float:
-    """The probability of a call of dropout: both functions of torch have these arguments in this order."""
+    """Return the probability of a dropout call; both functions of torch order their arguments like this."""
     return p if training else 0.0
 
 
 def unpack(x: Tensor | None, heads: int) -> Tensor | None:
-    """[B, K, G, ...] -> [B, N, 1, ...]; what is shared by all heads stays as it is."""
+    """Reshape [B, K, G, ...] to [B, N, 1, ...]; a tensor that all heads share stays as it is."""
     if x is None or x.dim() != 4 or x.shape[1] != heads:
         return x
     return x.reshape(x.shape[0], -1, 1, x.shape[-1])
 
 
 def pack(x: Tensor | None, heads: int) -> Tensor | None:
-    """[B, N, 1, ...] -> [B, K, G, ...]; what is shared by all heads stays as it is."""
+    """Reshape [B, N, 1, ...] to [B, K, G, ...]; a tensor that all heads share stays as it is."""
     if x is None or x.dim() != 4 or x.shape[1] == 1:
         return x
     return x.reshape(x.shape[0], heads, -1, x.shape[-1])
@@ -244,13 +244,13 @@ def bind(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> dict[str, Any]:
-    """The signature of `F.scaled_dot_product_attention`."""
+    """Bind arguments as `F.scaled_dot_product_attention` does."""
     return dict(locals())
 
 
 def product_with_values(
     product: Callable[..., Tensor], weights: Tensor, values: Tensor, query: Tensor, *arguments: Any, **_: Any
 ) -> Tensor:
-    """The model's product of its weights with other values: for attention in `AttentionCall.run`."""
+    """Multiply the model's weights with other values: an attention function for `AttentionCall.run`."""
     value = arguments[1]
     return product(weights, value.reshape(values.shape)).reshape(*query.shape[:3], -1)

@@ -1,4 +1,4 @@
-"""Which sequences and heads of an attention call does this rank hold, where it was given DTensors?"""
+"""Which sequences and heads of an attention call with DTensors does this rank hold?"""
 
 import math
 import sys
@@ -12,15 +12,15 @@ from forge_interp.errors import InterpError
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether it is a DTensor; imports nothing that is not imported yet."""
+    """Whether `x` is a DTensor; imports nothing."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def local_parts(tensors: Mapping[str, Any], mask: Any) -> dict[str, Any]:
-    """This rank's part of the tensors of a call by name, DTensors [B, N, T, H] or [N, T, H], and of its mask.
+    """Return this rank's part of the tensors of a call, DTensors [B, N, T, H] or [N, T, H], and of its mask.
 
-    Raises InterpError: they are not placed alike, or tokens or head dims are spread over ranks.
+    InterpError: the tensors are not placed alike, or tokens or head dims are split over ranks.
     """
     query = tensors["query"]
     if not all(is_dtensor(x) and x.placements == query.placements for x in tensors.values()) or any(
@@ -43,7 +43,7 @@ def local_parts(tensors: Mapping[str, Any], mask: Any) -> dict[str, Any]:
 
 
 def unrepeated(x: Any, times: int) -> Any:
-    """[B, K, S, H], keys or values [B, K times, S, H] before each head was repeated; DTensors stay split."""
+    """Undo a repetition of heads: keys or values [B, K times, S, H] to [B, K, S, H]; DTensors stay split."""
     if is_dtensor(x):
         shards = [i for i, p in enumerate(x.placements) if p.is_shard(1)]
         if x.shape[1] // times % math.prod(x.device_mesh.size(i) for i in shards) == 0:
@@ -52,13 +52,13 @@ def unrepeated(x: Any, times: int) -> Any:
 
 
 def placed_like(value: Tensor, query: Any) -> Tensor:
-    """This rank's [B, N, T] or [B, N, T, S] as the DTensor whose sequences and heads are split as q's are."""
+    """Make a DTensor of this rank's [B, N, T] or [B, N, T, S]; sequences and heads split as in `query`."""
     rows = query.dim() - 1
     return joined(value, query.device_mesh, query.placements, (*query.shape[:rows], *value.shape[rows:]))
 
 
 def joined(value: Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Any:
-    """The DTensor of a full shape, of which this rank holds `value`."""
+    """Return the DTensor of a full shape whose part on this rank is `value`."""
     from torch.distributed.tensor import DTensor
 
     strides = torch.empty(shape, device="meta").stride()

@@ -21,7 +21,7 @@ STATISTICS = ("entropy", "sink", "previous")
 
 
 def attention_statistics(call: AttentionCall, names: Sequence[str]) -> dict[str, Tensor]:
-    """Statistics of the weights of each head at each query, in one pass over tiles of the scores.
+    """Compute statistics of the weights of each head at each query, in one pass over tiles of the scores.
 
     entropy: -sum_s p_s ln p_s in nats; between 0 and ln of the number of visible keys.
     sink: weight on the first key that any query of the sequence may see in this call: key 0, or the first
@@ -30,12 +30,12 @@ def attention_statistics(call: AttentionCall, names: Sequence[str]) -> dict[str,
     lag.K: weight on the key K before the query's own; with random tokens repeated with period P, lag.(P - 1)
         is the induction score of Olsson et al. 2022, arXiv:2209.11895.
 
-    A value is NaN where it is not defined: the query sees no key at all; there is no such key, or the query
-    may not see it (out of its window, of its document); for lag also where the query may not see its own key
-    (it is padding). So a padded sequence has the values of the unpadded one. `Tile.own_key` says which key is
-    a query's own; in cross-attention there is none, and lag means nothing.
+    A value is NaN where it is undefined: the query sees no key at all; the key does not exist, or the query
+    may not see it (another window or document); for lag also where the query may not see its own key (it is
+    padding). So a padded sequence has the values of the unpadded one. `Tile.own_key` defines a query's own
+    key; in cross-attention there is none, and lag means nothing.
 
-    Returns for each name [B, N, T] in float32, or float64 for a float64 call. No tensor is larger than
+    Returns [B, N, T] by name, in float32, or float64 for a float64 call. No tensor is larger than
     `attention.TILE_BYTES` or N S numbers. InterpError for an unknown name, or dropout.
 
     Source: sink: Xiao et al. 2023, arXiv:2309.17453.
@@ -45,7 +45,7 @@ def attention_statistics(call: AttentionCall, names: Sequence[str]) -> dict[str,
 
 
 def collecting(call: AttentionCall, names: Sequence[str]) -> tuple[dict[str, Tensor], Callable[[Tile], None]]:
-    """Statistics that are NaN as yet, and a function that takes the tiles of the call to fill them in."""
+    """Return statistics, NaN at first, and a function that fills them in from the tiles of the call."""
     batch, heads, queries, keys = call.grid
     lags = {name: _lag(name) for name in names if name not in ("entropy", "sink")}
     first = _first_visible(call) if "sink" in names else None
@@ -69,7 +69,7 @@ def collecting(call: AttentionCall, names: Sequence[str]) -> tuple[dict[str, Ten
 
 
 def _lag(name: str) -> int:
-    """How far before its own key a query looks for a statistic."""
+    """Return how many keys before its own key a query looks for a statistic."""
     kind, _, lag = name.partition(".")
     if name == "previous" or (kind == "lag" and lag.isdigit()):
         return int(lag or 1)
@@ -77,14 +77,14 @@ def _lag(name: str) -> int:
 
 
 def _weight(tile: Tile, place: Tensor) -> Tensor:
-    """[b, N, t] weight on the key at `place` [b or 1, N or 1, t or 1]; NaN where it is not seen."""
+    """Return the weight [b, N, t] on the key at `place` [b or 1, N or 1, t or 1]; NaN if it is not seen."""
     is_seen, index = _seen(tile, place)
     index = index.expand(tile.pattern.shape[:3])[..., None]
     return tile.pattern.gather(-1, index)[..., 0].masked_fill(~is_seen, torch.nan)
 
 
 def _seen(tile: Tile, place: Tensor) -> tuple[Tensor, Tensor]:
-    """[b or 1, N or 1, t] whether there is such a key and the query sees it, and the nearest key."""
+    """Return whether there is such a key and the query sees it [b or 1, N or 1, t], and the nearest key."""
     keys = tile.hidden.shape[-1]
     shape = torch.broadcast_shapes(tile.hidden.shape[:3], place.shape)
     index = place.clamp(0, keys - 1).expand(shape)
@@ -93,7 +93,7 @@ def _seen(tile: Tile, place: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_visible(call: AttentionCall) -> Tensor:
-    """[B or 1, N or 1, 1] the first key that any query may see."""
+    """Return the first key that any query may see, [B or 1, N or 1, 1]."""
     batch, _, queries, _ = call.grid
     if call.mask is None or not batch * queries:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=call.query.device)

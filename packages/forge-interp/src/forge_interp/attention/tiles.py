@@ -1,4 +1,4 @@
-"""What are scores and pattern of an attention call, part by part, and do they explain its output?
+"""What are the scores and pattern of an attention call, tile by tile, and do they explain its output?
 
 Letters as in `attention.call`.
 """
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 HIDES = -1e4
-"""What an added mask holds at most where it hides a key: exp(-1e4) is 0 in every dtype."""
+"""An added mask hides a key where it is at most this number: exp(-1e4) is 0 in every dtype."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """All keys for some queries of some sequences; values in float32, or float64 for a float64 call."""
+    """Some queries of some sequences with all keys; values in float32, or float64 for a float64 call."""
 
     call: AttentionCall
     batch: slice
@@ -33,7 +33,7 @@ class Tile:
     keys: Tensor  # [b, K, S, H] of these sequences, in the dtype of the values here
 
     def __post_init__(self) -> None:
-        """Have what was edited stand in place of what would be computed."""
+        """Put edited values in place of those that would be computed."""
         for name, edit in self.call.edits.items():
             self.__dict__[name] = edit[self.batch, :, self.queries]
 
@@ -58,7 +58,7 @@ class Tile:
 
     @property
     def hidden(self) -> Tensor:
-        """[b or 1, N or 1, t, S] bool: what mask and causality hide.
+        """[b or 1, N or 1, t, S] bool: the keys that mask and causality hide.
 
         A key counts as hidden where a bool mask is False, and where an added mask is at most `HIDES`: models
         write -inf, the most negative number of the dtype, -1e9 or -1e4.
@@ -69,8 +69,8 @@ class Tile:
     def own_key(self) -> Tensor:
         """[b or 1, N or 1, t] int64: the key at each query's own position, in self-attention.
 
-        Key t where there are as many keys as queries, or `is_causal`. Else, with keys of a cache before those
-        of the queries or empty slots behind them, the last key that the query may see; -1 where it sees none.
+        Key t where there are as many keys as queries, or `is_causal`. Else, with cached keys before or empty
+        slots after those of the queries, the last key that the query may see; -1 where it sees none.
         """
         _, _, num_queries, num_keys = self.call.grid
         if self.call.is_causal or num_queries == num_keys:
@@ -106,7 +106,7 @@ class Tile:
         return self.scores.softmax(-1).masked_fill_(empty, 0)
 
     def part(self, x: Tensor) -> Tensor:
-        """These sequences and queries of a tensor [B or 1, N or 1, T or 1, ...]."""
+        """Return the part of a tensor [B or 1, N or 1, T or 1, ...] for this tile's sequences and queries."""
         rows, queries = (
             which if size > 1 else slice(None)
             for which, size in ((self.batch, x.shape[0]), (self.queries, x.shape[2]))
@@ -127,7 +127,7 @@ class Gate:
         self._ratio = self._worst = torch.zeros((), dtype=call.dtype, device=call.query.device)
 
     def add(self, tile: Tile) -> None:
-        """Compare a part."""
+        """Compare one tile."""
         call = self._call
         values = call.used(call.value).expand(call.grid[0], -1, -1, -1)[tile.batch].to(call.dtype)
         # one product for both: reading the pattern is what costs
@@ -143,7 +143,7 @@ class Gate:
         self._worst = torch.maximum(self._worst, error.amax(-1).masked_fill(blind, 0).max())
 
     def verify(self) -> None:
-        """Raise InterpError where they differ."""
+        """Raise InterpError where pattern V and the output differ."""
         if bool(self._ratio <= 1):
             return
         is_finite = bool(self._worst.isfinite())
@@ -157,12 +157,12 @@ class Gate:
 
 
 def four(x: Tensor) -> Tensor:
-    """The same with four dimensions, those in front of length one."""
+    """Return the tensor with four dimensions; new ones have length one and stand in front."""
     return x if x.dim() == 4 else x.reshape((1,) * (4 - x.dim()) + tuple(x.shape))
 
 
 def grouped(left: Tensor, right: Tensor) -> Tensor:
-    """[b, N, t, x] times [b, K, x, y], head n with head n // (N / K); the smaller one is not copied."""
+    """Multiply [b, N, t, x] by [b, K, x, y], head n by n // (N / K), without a copy of the smaller one."""
     batch, heads, queries, _ = left.shape
     folded = left.reshape(batch, right.shape[1], -1, left.shape[-1]) if heads != right.shape[1] else left
     kind = left.device.type
@@ -172,7 +172,7 @@ def grouped(left: Tensor, right: Tensor) -> Tensor:
 
 
 def autocast_dtype(query: Tensor) -> torch.dtype:
-    """Of the output that the call will have."""
+    """Return the dtype that the output of the call will have."""
     kind = query.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return query.dtype
@@ -180,7 +180,7 @@ def autocast_dtype(query: Tensor) -> torch.dtype:
 
 
 def product_eps(query: Tensor) -> float:
-    """Relative rounding of a matrix product that the user's precision settings allow."""
+    """Return the relative rounding of a matrix product that the user's precision settings allow."""
     if query.dtype == torch.float64:
         return torch.finfo(torch.float64).eps
     backend: Any = torch.backends.cuda if query.is_cuda else torch.backends.mkldnn

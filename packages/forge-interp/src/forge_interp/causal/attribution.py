@@ -1,4 +1,4 @@
-"""What would patching every place do, estimated from gradients?"""
+"""What would patching every place do, as estimated from gradients?"""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -29,21 +29,20 @@ def attribution_patching(
     """Estimate `activation_patching` for all places at once.
 
     The effect of a place is the sum over it of (a_clean - a_corrupted) * d metric / d a, with the gradient of
-    the corrupted run: first order, exact where the metric is affine in the activation. 2 forward passes and
-    1 backward pass for all sites together. Where this goes wrong, and what helps:
+    the corrupted run: first order, exact where the metric is affine in the activation. Costs 2 forward passes
+    and 1 backward pass for all sites together. The estimate goes wrong in these cases:
 
     - A saturated softmax hides what queries and keys do: patch attn.pattern, behind it, or use `steps`.
-    - Large effects that cancel. Drop the gradient through one layer at a time and average the absolute
-      effects (GradDrop): call this under `edit(model, {"layers.3.ffn:out": torch.Tensor.detach})`.
-    - Any saturation. With `steps` the gradient is averaged along the straight line from a_corrupted to
+    - Large effects cancel. Drop the gradient through one layer at a time and average the absolute effects
+      (GradDrop): call this function under `edit(model, {"layers.3.ffn:out": torch.Tensor.detach})`.
+    - A function saturates. With `steps` the gradient is averaged along the straight line from a_corrupted to
       a_clean (integrated gradients, one site at a time, Gauss-Legendre nodes). The sum over a site then tends
-      to the true effect of patching the whole site; `residual` is by how much it misses. A place's share is
-      no longer an estimate of patching that place alone. Costs `steps` forward and backward passes for each
-      site, and one forward.
+      to the true effect of patching the whole site; `residual` is the error that remains. The share of a
+      place no longer estimates a patch of that place alone. Costs `steps` forward and backward passes for
+      each site, and one forward.
 
-    Gradients of parameters are neither needed nor touched. Sums are in float64. Arguments, results (`values`
-    = corrupted + estimated effect) and errors are those of `activation_patching`; autograd must go through
-    model and metric.
+    Parameters need no gradients and get none. Sums are in float64. Arguments, results (`values` = corrupted +
+    estimated effect) and errors: see `activation_patching`. Autograd must go through model and metric.
 
     Source: Nanda 2023, "Attribution patching"; Kramar et al. 2024, arXiv:2403.00745, sections 2 and 3 (AtP*);
     Sundararajan et al. 2017, arXiv:1703.01365 eq. 1 and proposition 1 (integrated gradients, completeness).
@@ -75,7 +74,7 @@ def attribution_patching(
 
 
 def line_nodes(steps: int) -> list[tuple[float, float]]:
-    """Places on a line from 0 to 1 and their weights, which sum to 1, by Gauss and Legendre."""
+    """Return Gauss-Legendre nodes on the line from 0 to 1, with weights that sum to 1."""
     nodes, weights = np.polynomial.legendre.leggauss(steps)
     return [(float(node), float(weight)) for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True)]
 
@@ -87,10 +86,10 @@ def gradients_at(
     sites: Collection[str],
     points: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-    """One run: the metric's gradients with respect to the values at sites, these values, and the metric.
+    """Run once; return the metric's gradients at sites, the values there, and the metric.
 
-    `points` are put in place of values before. The backward pass runs before the edits end, because
-    activation checkpointing repeats them. InterpError where a value or the metric has no gradient.
+    `points` replace the values first. The backward pass runs before the edits end, because activation
+    checkpointing repeats them. InterpError where a value or the metric has no gradient.
     """
     points, base, probes = points or {}, dict[str, Tensor](), dict[str, Tensor]()
 
@@ -129,7 +128,7 @@ def _product(site: str, clean: Tensor, corrupted: Tensor, gradient: Tensor) -> T
 
 
 def _way(site: str, clean: Tensor, corrupted: Tensor) -> Tensor:
-    """`clean - corrupted`, and 0 where both are the same infinity: scores that a mask hides in both runs."""
+    """Return `clean - corrupted`, and 0 where both are the same infinity: scores that a mask hides."""
     same_shape(site, clean, corrupted)
     difference = (clean - corrupted).where(clean != corrupted, 0.0)
     if not bool(difference.isfinite().all()):

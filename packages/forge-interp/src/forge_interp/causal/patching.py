@@ -33,23 +33,23 @@ def activation_patching(
 
     A place whose patch brings the clean metric back (`normalized` near 1) is sufficient for it. Swap `clean`
     and `corrupted` to see what is necessary. Costs 2 forward passes, one more for each place, and memory for
-    the clean activations of all sites. Inputs are used again in each run: pass no cache that the model fills.
-    Call `model.eval()` first if it drops out.
+    the clean activations of all sites. Every run uses the same inputs: pass no cache that the model fills,
+    and call `model.eval()` first if the model has dropout.
 
     Args:
         model: any module.
         clean: inputs whose behaviour is explained: a tensor, a tuple of positional arguments, or a mapping.
         corrupted: inputs of the same shapes.
         sites: sites and patterns, such as "layers.*:out" or "layers.*.attention:attn.z".
-        metric: what the model returns -> one number, such as a difference of two logits.
+        metric: function from the model's output to one number, such as a difference of two logits.
         where: how to divide a site: None (whole), "positions" (dim 1; of attn.* sites dim 2), "heads" (dim 1,
             attn.* sites only), "neurons" (the last dim), several as ("heads", "positions"), or a mapping from
             labels to indices into the value.
-        at_once: how many places share a forward pass, each with its own copy of the batch, one behind another
-            along dim 0. The pass begins at the first of them: modules that are called once and end before it
-            return what they returned without patches (with None passes are whole). Needs `at_once` times the
-            memory of a pass and of one output of each module that a site is in or beside. What differs from
-            single passes, as where samples depend on each other, is an error.
+        at_once: number of places that share a forward pass, each with its own copy of the batch along dim 0.
+            The pass begins at the first place: modules that are called once and end before it return their
+            outputs without patches (with None, passes are complete). Needs `at_once` times the memory of a
+            pass, and of one output of each module that a site is in or beside. A result that differs from
+            a single pass, as where samples depend on each other, is an error.
         progress: draw a bar on a terminal.
 
     InterpError where a site names nothing, shapes differ between the runs, the metric is no number, or with
@@ -84,12 +84,12 @@ def site_means(
     keep: Iterable[Tensor] | None = None,
     where: Index = ...,
 ) -> dict[str, Tensor]:
-    """The mean of each site over batch and positions, of each channel and head apart: for `ablate("mean")`.
+    """Return the mean of each site over batch and positions, per channel and head, for `ablate("mean")`.
 
-    `batches` are inputs of one forward pass each; `keep` for each of them [B, T], or [R] of values [R, D],
-    False or 0 for padding, which does not count; default: the "attention_mask" [B, T] of inputs that have
-    one, else all. `where` is an index into a value of what is averaged; InterpError where it takes padding.
-    Returns by site [D] for values [B, T, D] of modules; [1, N, 1, H] of attention; at least float32.
+    Each item of `batches` is the inputs of one forward pass. Each item of `keep` is a mask [B, T], or [R] for
+    values [R, D], with False or 0 at padding, which does not count; default: the "attention_mask" [B, T] of
+    the inputs, else all count. `where` is the index of the averaged part of a value; InterpError where it
+    takes padding. Returns by site [D] for values [B, T, D], [1, N, 1, H] for attention; at least float32.
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
@@ -131,7 +131,7 @@ def site_means(
 
 
 def _picked(site: str, value: Tensor, where: Index) -> Tensor:
-    """Float64 of the shape of a value, 1 at an index, else 0; InterpError where that takes parts of rows."""
+    """Return float64 ones at an index of a value, else 0; InterpError where the index takes parts of rows."""
     picked = torch.zeros_like(value, dtype=torch.float64)
     with fitting(value, f"where={where!r} at {site!r}"):
         picked[where] = 1.0

@@ -1,4 +1,4 @@
-"""Which component talks to which, without anybody in between?"""
+"""Which component influences which directly, with no other between?"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -35,22 +35,22 @@ def path_patching(
     joint: bool = False,
     progress: bool = True,
 ) -> PatchingTable:
-    """The effect of each sender on each receiver along the paths that pass no frozen site.
+    """Measure the effect of each sender on each receiver along the paths that pass no frozen site.
 
     For sender s (or one place of it, by `where`) and receiver r, with a(x) for a in the plain run on x:
 
-    1. Run `corrupted` with s set to s(clean) and every frozen site f set to f(corrupted), and write down the
-       value of r as r*. With `joint`, each receiver is then set back to r(corrupted): nothing goes on
-       through one to the next. Without, a receiver has the number that it has when it is listed alone.
+    1. Run `corrupted` with s set to s(clean) and every frozen site f set to f(corrupted), and record the
+       value of r as r*. With `joint`, each receiver is then set back to r(corrupted), so that nothing passes
+       through one receiver to the next. Without, a receiver gets the same r* as when it is listed alone.
     2. Run `corrupted` with r set to r* (at the index `receiver_where`; with `joint` all receivers at once).
        The table holds the metric of this run, [senders, places ..., receivers].
 
-    Frozen are not s itself and the outputs of the modules in which it is computed: its effect must leave
-    through them. What is frozen defines "direct": with the outputs of all attention and feed-forward modules,
-    only the residual stream and the norms in front of the receiver remain; Wang et al. leave the feed-forward
-    modules free, patch receivers jointly, and swap clean and corrupted. Other arguments and errors are those
-    of `activation_patching`; InterpError also where a sender is a receiver. Costs 3 forward passes, 1 for
-    each place of a sender, and 1 for each pair.
+    Sender s and the outputs of the modules in which s is computed are not frozen: its effect must leave
+    through them. The frozen sites define "direct": with the outputs of all attention and feed-forward
+    modules, only the residual stream and the norms in front of the receiver remain; Wang et al. leave the
+    feed-forward modules free, patch receivers jointly, and swap clean and corrupted. Other arguments and
+    errors: see `activation_patching`; InterpError also where a sender is a receiver. Costs 3 forward passes,
+    and 1 for each place of a sender and for each pair.
 
     Source: Wang et al. 2022, arXiv:2211.00593, section 3.1 and appendix B; Goldowsky-Dill et al. 2023,
     arXiv:2304.05969.
@@ -103,7 +103,7 @@ def _check(acts: Mapping[str, Tensor], base: Mapping[str, Tensor], receivers: It
 def _modules_around(
     model: nn.Module, corrupted: Inputs, senders: Iterable[str], frozen: Iterable[str]
 ) -> dict[str, set[str]]:
-    """For each sender the frozen outputs of modules that are running when its value appears."""
+    """Return, for each sender, the frozen outputs of the modules that run when its value appears."""
     modules, sites = named_modules(model), {name: Site.parse(name) for name in frozen}
     outputs = {(site.module, site.call or 0): name for name, site in sites.items() if site.part == "out"}
     running: list[tuple[str, int]] = []
@@ -141,7 +141,7 @@ def _received(
     receivers: Iterable[str],
     back: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Inputs of the receivers under the edits; receivers in `back` are set to its values at once."""
+    """Return the receivers' inputs under the edits; receivers in `back` are set to its values at once."""
     received: dict[str, Tensor] = {}
 
     def note(site: str) -> Edit:

@@ -1,4 +1,4 @@
-"""What does the metric say of a run with patches, one place in a run or several at once?"""
+"""What is the metric of a run with patches, at one place or at several at once?"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,14 +18,14 @@ from forge_interp.hooks.sites import Site, named_modules
 from forge_interp.model_inputs import Inputs, arguments, call_model, run_model
 
 Place = tuple[str, Index]
-"""A site, and where in its value."""
+"""A site, and an index into its value."""
 
 
 @torch.no_grad()
 def run_captured(
     model: nn.Module, inputs: Inputs, sites: str | Iterable[str], metric: Metric
 ) -> tuple[Mapping[str, Tensor], float]:
-    """The activations of the sites and the metric of one plain run."""
+    """Return the activations of the sites and the metric of one plain run."""
     with capture(model, sites) as acts:
         output = call_model(model, inputs)
     return acts, score(metric, output)
@@ -33,14 +33,14 @@ def run_captured(
 
 @torch.no_grad()
 def score_edited(model: nn.Module, inputs: Inputs, edits: Mapping[str, Edit], metric: Metric) -> float:
-    """The metric of one run with edits."""
+    """Return the metric of one run with edits."""
     with edit(model, edits):
         output = call_model(model, inputs)
     return score(metric, output)
 
 
 def put(site: str, value: Tensor, where: Index = ...) -> Edit:
-    """An edit that puts `value[where]` in place of `old[where]`; InterpError if that has another shape."""
+    """Make an edit that puts `value[where]` in place of `old[where]`; InterpError if their shapes differ."""
 
     def apply(old: Tensor) -> Tensor:
         same_shape(site, value, old)
@@ -52,7 +52,7 @@ def put(site: str, value: Tensor, where: Index = ...) -> Edit:
 def scores_alone(
     model: nn.Module, inputs: Inputs, acts: Mapping[str, Tensor], metric: Metric, places: Iterable[Place]
 ) -> list[float]:
-    """The metric with each of these places patched, a run for each."""
+    """Return the metric with each of these places patched, one run for each."""
     edits = [{at_call(site): put(site, acts[site], where)} for site, where in places]
     return [score_edited(model, inputs, edit, metric) for edit in edits]
 
@@ -67,11 +67,11 @@ def same_shape(site: str, clean: Tensor, corrupted: Tensor) -> None:
 
 
 class Sweep:
-    """Corrupted runs with clean values put in, `at_once` places a run, each begun where its first place is.
+    """Corrupted runs with clean values at `at_once` places; a run begins where its first place is.
 
-    The batch is repeated along dim 0, and each copy of it has the patch of one place. A module that is called
-    once, and ends before all of them, does not run: it returns a copy of what it returned in the run without
-    patches. These outputs are kept of the children of all modules that a site is inside of.
+    The batch is repeated along dim 0, and each copy has the patch of one place. A module that is called once
+    and ends before all these places does not run: a copy of its output without patches replaces it. These
+    outputs are kept for the children of every module that contains a site.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Sweep:
         )
 
     def scores(self, places: Sequence[Place]) -> list[float]:
-        """The metric with each of these places patched alone.
+        """Return the metric with each of these places patched alone.
 
-        The largest and the smallest effect are checked by a run of each alone, whenever modules are left out
-        that never were together, or the largest is twice that of all such runs checked before: there it shows
-        if samples depend on each other, or modules remember. InterpError where the metric differs by more
-        than rounding.
+        The places of the largest and the smallest effect are checked by a run of each alone, for every new
+        set of skipped modules, and where the largest is more than twice that of all checks before. The check
+        finds samples that depend on each other, and modules with a memory. InterpError where the metric
+        differs by more than rounding.
         """
         places = [*places, *[places[-1]] * (self._at_once - len(places))]
         sites = {site for site, _ in places}
@@ -147,7 +147,7 @@ class Sweep:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _split(self, what: str, tree: Any) -> list[Any]:
-        """The part of each copy of the batch; InterpError where a tensor has no samples along dim 0."""
+        """Return the part of each copy of the batch; InterpError: a tensor has no samples along dim 0."""
         parts = [tree] * self._at_once
         for path, tensor in _tensors(tree).items() if self._at_once > 1 else ():
             if tensor.shape[:1] != (self._at_once * self._samples,):
@@ -160,7 +160,7 @@ class Sweep:
         return parts
 
     def _record(self) -> tuple[dict[nn.Module, tuple[int, Any]], dict[str, int], Any]:
-        """Outputs of modules in the order in which they end, how many end before each site, and the last."""
+        """Return outputs of modules by their end, how many end before each site, and the model's output."""
         outputs: dict[nn.Module, tuple[int, Any]] = {}
         starts: dict[str, int] = {}
         calls: Counter[nn.Module] = Counter()
@@ -184,7 +184,7 @@ class Sweep:
         return {module: x for module, x in outputs.items() if calls[module] == 1}, starts, output
 
     def _call(self, forwards: Mapping[nn.Module, Callable[..., Any]]) -> Any:
-        """Call the model while modules have other forwards; those of TorchScript cannot."""
+        """Call the model with other forwards of modules; modules of TorchScript keep theirs."""
         forwards = {x: new for x, new in forwards.items() if not isinstance(x, torch.jit.ScriptModule)}
         before = {module: vars(module).get("forward") for module in forwards}
         try:

@@ -1,4 +1,4 @@
-"""Which direction tells two kinds of inputs apart, and what does a model do when it is added?"""
+"""Which direction separates two kinds of inputs, and what does a model do when it is added?"""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def contrastive_vectors(
     sites: str | Iterable[str],
     where: Index | None = None,
 ) -> dict[str, Tensor]:
-    """Mean activation on positive minus that on negative inputs, by site [B, T, D]: [D], for `steer`.
+    """Return mean activation on positive minus on negative inputs by site, [D] of [B, T, D], for `steer`.
 
-    `positive` and `negative` are inputs of one forward pass each; pairs that differ in one thing make a clean
-    direction. `where` is an index into a value of what is averaged, such as `(slice(None), -1)`, the last
-    token; None: all tokens that are no padding, see `site_means`. InterpError where it takes padding.
+    `positive` and `negative` hold inputs of one forward pass each; pairs that differ in one thing make a
+    clean direction. `where` is the index of the averaged part of a value, such as `(slice(None), -1)`, the
+    last token; None: all tokens but padding, see `site_means`. InterpError where it takes padding.
 
     Source: Rimsky et al. 2023, arXiv:2312.06681, eq. 1 (contrastive activation addition).
     """
@@ -49,10 +49,10 @@ def strength_sweep(
     *,
     where: Any = ...,
 ) -> dict[str, np.ndarray]:
-    """Metrics of runs with `strength * vector` added at a site: {name: [strengths]}, one pass for each.
+    """Return metrics of runs with `strength * vector` added at a site: {name: [strengths]}, a pass for each.
 
-    A second metric, such as the loss on other text, shows from which strength on the model breaks. `where` is
-    the index of the value that is steered. One metric alone is called "metric".
+    A second metric, such as the loss on other text, shows at which strength the model breaks. `where` is the
+    index of the steered part of the value. A single metric is called "metric".
     """
     named = metrics if isinstance(metrics, dict) else {"metric": metrics}
     found: dict[str, list[float]] = {name: [] for name in named}

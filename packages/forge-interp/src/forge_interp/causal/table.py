@@ -1,6 +1,6 @@
-"""Over which places does a patching run go, and what did the metric do at each?
+"""Which places does a patching run visit, and what was the metric at each?
 
-Places: sites, and in each site all of it, or its positions, heads, or parts that the caller names.
+A place is a site, or one of its positions or heads, or a part that the caller names.
 Letters: B batch, T tokens, N heads, H head dim, D model dim.
 """
 
@@ -17,11 +17,11 @@ from torch import Tensor
 from forge_interp.errors import InterpError, check_kind, fitting
 
 Index = Any
-"""What stands in the brackets of `tensor[...]`."""
+"""An index into a tensor, as in `tensor[index]`."""
 Where = str | Sequence[str] | Mapping[str, Index] | None
 """None, "positions", "heads", "neurons", several of them, or {label: index}."""
 Metric = Callable[[Any], Tensor | float]
-"""What the model returned -> one number."""
+"""Function from the output of the model to one number."""
 
 _DIMS = {
     "positions": {"attn": 2, "module": 1},
@@ -34,15 +34,15 @@ _DIMS = {
 class PatchingTable:
     """The metric at every place.
 
-    Integrated gradients have a `residual` [sites]: what the attributions of a whole site add up to, minus the
-    measured effect of patching the whole site; 0 in the limit of many steps.
+    `residual` [sites] is for integrated gradients: the sum of all attributions of a site minus the measured
+    effect of patching the whole site; it tends to 0 with many steps.
     """
 
     values: np.ndarray  # [sites, ...] the metric of the corrupted run with that place patched
     axes: tuple[str, ...]  # "site", then "position", "head", "neuron", "place" or "receiver"
     labels: tuple[tuple[str, ...], ...]  # for each axis
     clean: float  # the metric of the clean run
-    corrupted: float  # that of the corrupted run
+    corrupted: float  # the metric of the corrupted run
     residual: np.ndarray | None = None
 
     @property
@@ -60,7 +60,7 @@ class PatchingTable:
         return self.effect / (self.clean - self.corrupted)
 
     def top(self, count: int = 10) -> list[tuple[tuple[str, ...], float]]:
-        """The places with the largest absolute effect, the largest first: [(labels, effect)]."""
+        """Return the places with the largest absolute effect, the largest first: [(labels, effect)]."""
         order = np.argsort(-np.abs(self.effect), axis=None, kind="stable")[:count]
         cells = zip(*np.unravel_index(order, self.values.shape), strict=True)
         return [
@@ -71,7 +71,7 @@ class PatchingTable:
 
 @dataclass(frozen=True)
 class Grid:
-    """The places within each site: names of the axes after the first, which is the site, and their labels."""
+    """The places within each site: names and labels of the axes after the first axis, the site."""
 
     axes: tuple[str, ...] = ()
     labels: tuple[tuple[str, ...], ...] = ()
@@ -80,7 +80,7 @@ class Grid:
 
     @classmethod
     def over(cls, activations: Mapping[str, Tensor], where: Where) -> Grid:
-        """Lay out `where` over captured activations; InterpError where it does not fit all sites."""
+        """Apply `where` to captured activations; InterpError where it does not fit all sites."""
         if where is None:
             return cls()
         check_kind("where", where, (str, Sequence, Mapping), f"of {list(_DIMS)}, or {{label: index}}")
@@ -98,15 +98,15 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many places there are along each axis."""
+        """The number of places along each axis."""
         return tuple(map(len, self.labels))
 
     def cells(self) -> Iterator[tuple[int, ...]]:
-        """Every place, as a number along each axis; one empty tuple if the site is not divided."""
+        """Iterate over the places, numbers along each axis; one empty tuple if the site is not divided."""
         return product(*map(range, self.shape))
 
     def index(self, site: str, cell: tuple[int, ...]) -> Index:
-        """The index of a place into the activation of a site."""
+        """Return the index of a place into the activation of a site."""
         if self._indices is not None:
             return self._indices[cell[0]]
         dims = [_dim(kind, site) for kind in self._kinds]
@@ -117,12 +117,12 @@ class Grid:
     def table(
         self, values: np.ndarray, sites: Iterable[str], clean: float, corrupted: float, residual: Any = None
     ) -> PatchingTable:
-        """The metric at these places of the sites."""
+        """Make the table of the metric at these places of the sites."""
         labels = (tuple(sites), *self.labels)
         return PatchingTable(values, ("site", *self.axes), labels, clean, corrupted, residual)
 
     def sums(self, site: str, values: Tensor) -> np.ndarray:
-        """Add up an array of the shape of the site's activation over everything within each place."""
+        """Sum an array of the shape of the site's activation within each place."""
         if self._indices is not None:
             return np.array([values[index].sum().item() for index in self._indices])
         dims = [_dim(kind, site) % values.ndim for kind in self._kinds]
@@ -132,7 +132,7 @@ class Grid:
 
 
 def score(metric: Metric, output: Any) -> float:
-    """The metric as a number; InterpError where it is not a single one."""
+    """Return the metric as a number; InterpError where it is not a single one."""
     value = apply_metric(metric, output)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise InterpError(f"the metric gave shape {tuple(value.shape)}; expected one number: reduce it")
@@ -143,7 +143,7 @@ def score(metric: Metric, output: Any) -> float:
 
 
 def apply_metric(metric: Metric, output: Any) -> Tensor | float:
-    """What the metric makes of what the model returns; InterpError where it takes something else for that."""
+    """Apply the metric to a model's output; InterpError where the metric expects another type."""
     try:
         return metric(output)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -157,7 +157,7 @@ def apply_metric(metric: Metric, output: Any) -> Tensor | float:
 
 
 def at_call(site: str) -> str:
-    """The site at that one call: an edit of a site without a call number goes to all its calls."""
+    """Add the number of the first call to a site without a number, whose edits would apply to all calls."""
     return site if "#" in site else f"{site}#0"
 
 
@@ -166,7 +166,7 @@ def _is_attention(site: str) -> bool:
 
 
 def _dim(kind: str, site: str) -> int:
-    """The dimension of one kind of places."""
+    """Return the dimension of one kind of place."""
     if kind not in _DIMS:
         raise InterpError(f"where is {kind!r}; expected of {list(_DIMS)}, or a mapping of labels to indices")
     dim = _DIMS[kind].get("attn" if _is_attention(site) else "module")
@@ -179,7 +179,7 @@ def _dim(kind: str, site: str) -> int:
 
 
 def _size(kind: str, activations: Mapping[str, Tensor], num_dims: int) -> int:
-    """How many there are of one kind; values of modules need `num_dims` dimensions, those of attention 4."""
+    """Return the number of places of a kind; values need `num_dims` dimensions, those of attention 4."""
     sizes = {}
     for site, value in activations.items():
         dim = _dim(kind, site)

@@ -1,7 +1,7 @@
-"""Which edges between parts carry what makes the clean run differ from the corrupted one?
+"""Which edges between parts explain the difference of the clean run from the corrupted run?
 
-An edge leads from what a part adds to the residual stream (a sender) to what another reads of it (a receiver,
-mostly the input of its norm). Letters: B batch, T tokens, D model dim, N heads, S senders, R receivers.
+An edge leads from a part that adds to the residual stream (a sender) to a part that reads the stream (a
+receiver, mostly a norm). Letters: B batch, T tokens, D model dim, N heads, S senders, R receivers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Edge = tuple[str, str]
 
 @dataclass(frozen=True)
 class EdgeScores:
-    """The estimated effect on the metric of each edge that carries the clean value; NaN: no such edge."""
+    """Estimated effect on the metric of each edge that carries the clean value; NaN: no such edge."""
 
     values: np.ndarray  # [S, R]
     senders: tuple[str, ...]  # sites, in the order of the run; of heads `site[3]`
@@ -37,13 +37,13 @@ class EdgeScores:
     weights: np.ndarray = field(repr=False)  # [S, R], the factor with which a receiver reads a sender
 
     def edges(self, count: int | None = None) -> list[Edge]:
-        """The edges with the largest absolute effects, the largest first; by default all."""
+        """Return the edges with the largest absolute effects, the largest first; by default all."""
         order = np.argsort(-np.abs(self.values), axis=None, kind="stable")  # NaN comes last
         cells = np.stack(np.unravel_index(order, self.values.shape), 1)[: int((~np.isnan(self.values)).sum())]
         return [(self.senders[row], self.receivers[column]) for row, column in cells[:count]]
 
     def circuit(self, count: int) -> list[Edge]:
-        """The `count` largest edges but those on no path from an unfed sender to the last receiver."""
+        """Return the `count` largest edges, without those on no path from an unfed sender to the end."""
         kept, before = set(self.edges(count)), None
         while kept != before:
             before, reached, used = kept, {r for _, r in kept}, {self.fed[s] for s, _ in kept}
@@ -65,11 +65,11 @@ def edge_attribution(
 ) -> EdgeScores:
     """Estimate the effect of every edge: (clean - corrupted of the sender) times the receiver's gradient.
 
-    Gradients are those of the corrupted run with respect to what the receiver alone reads. 2 forward passes
-    and 1 with its backward pass; with `steps` (integrated gradients) as many of these, along the straight
-    line of what the first sender adds from its corrupted to its clean value. One more forward pass, with
-    senders and receivers cut apart, shows which edges there are (in a parallel block none from attention to
-    MLP) and their factors (as the residual multiplier of Granite).
+    The gradient is that of the corrupted run with respect to the receiver's input alone. Costs 2 forward
+    passes and 1 with its backward pass; `steps` (integrated gradients) makes `steps` of the latter, along the
+    straight line from the corrupted to the clean output of the first sender. One more forward pass, with
+    senders and receivers cut apart, shows which edges exist (in a parallel block none from attention to MLP)
+    and their factors (such as the residual multiplier of Granite).
 
     Args:
         model: any module.
@@ -78,12 +78,12 @@ def edge_attribution(
         senders: sites [B, T, D] that are added to the residual stream as they are, such as
             ["embed", "layers.*.attention", "layers.*.mlp"]; or sites `attn.z` in `heads`.
         receivers: sites [B, T, D] that read it, such as "layers.*.input_layernorm:in" and "norm:in".
-        metric: what the model returns -> one number, with a gradient.
-        heads: by site `attn.z`, W_O [N, H, D]: then each head is a sender. See `head_weights`.
-        steps: for EAP-IG.
+        metric: function from the model's output to one number, with a gradient.
+        heads: W_O [N, H, D] by site `attn.z`: then each head is a sender. See `head_weights`.
+        steps: number of points of EAP-IG.
 
-    InterpError as of `attribution_patching`, and where a receiver reads a sender other than as a sum: a norm
-    or a part that is not named lies between.
+    InterpError as in `attribution_patching`, and where a receiver does not read a sender as a term of a sum:
+    a norm or a part that is not named lies between them.
 
     Source: Syed et al. 2023, arXiv:2310.10348 (EAP); Hanna et al. 2024, arXiv:2403.17806 (EAP-IG).
     """
@@ -121,10 +121,10 @@ def faithfulness(
     *,
     heads: Mapping[str, Tensor] | None = None,
 ) -> np.ndarray:
-    """How much of the metric each circuit keeps: 1 is all of it, 0 that of the corrupted run; [circuits].
+    """Return the share of the metric that each circuit keeps, [circuits]: 1 is all, 0 as the corrupted run.
 
-    Run `clean`, where each receiver reads of senders outside of the circuit what they add in the corrupted
-    run: (metric - corrupted) / (clean - corrupted). One pass for each. `[scores.circuit(n) for n in ...]`
+    Each circuit costs one run of `clean`, in which receivers read the corrupted outputs of senders outside of
+    the circuit; the share is (metric - corrupted) / (clean - corrupted). `[scores.circuit(n) for n in ...]`
     makes the curve over the number of edges; edges to receivers that are not in `scores` are never cut.
     """
     heads, found = heads or {}, []
@@ -160,7 +160,7 @@ def faithfulness(
 def _in_order(
     model: nn.Module, inputs: Inputs, senders: str | Iterable[str], receivers: str | Iterable[str]
 ) -> tuple[list[str], list[str]]:
-    """Sites of senders and of receivers in the order of the run."""
+    """Return the sites of senders and of receivers in the order of the run."""
     patterns = [[x] if isinstance(x, str) else list(x) for x in (senders, receivers)]
     with (
         capture(model, patterns[0]) as sent,
@@ -175,10 +175,9 @@ def _in_order(
 def _connections(
     model: nn.Module, inputs: Inputs, sent: list[str], read: list[str], heads: Mapping[str, Tensor]
 ) -> tuple[dict[str, str | None], dict[str, list[float]]]:
-    """Which receiver feeds each sender, and the factors of its edges to all receivers, NaN where none is.
+    """Return the receiver that feeds each sender, and each sender's factors at all receivers (NaN: no edge).
 
-    In a run where each sender and receiver starts a graph of its own, only the residual stream is left
-    between them.
+    In a run where each sender and receiver starts its own graph, only the residual stream connects them.
     """
     made: dict[str, Tensor] = {}
     starts: dict[str, Tensor] = {}
@@ -212,7 +211,7 @@ def _connections(
 
 
 def _factor(edge: Edge, gradient: Tensor | None, along: Tensor, output: Tensor | None) -> float:
-    """The factor between the gradient of a sum and of its terms; NaN without a gradient."""
+    """Return the factor between the gradients of a sum and of its term; NaN without a gradient."""
     if gradient is None or not bool(gradient.any()):
         return float("nan")
     if output is not None:
@@ -236,13 +235,13 @@ def _factor(edge: Edge, gradient: Tensor | None, along: Tensor, output: Tensor |
 def _run(
     model: nn.Module, inputs: Inputs, senders: list[str], metric: Metric, heads: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], float]:
-    """The output of each sender, and the metric."""
+    """Return the output of each sender, and the metric."""
     acts, value = run_captured(model, inputs, senders, metric)
     return {name: x for site in acts for name, x in _written(site, acts[site], heads).items()}, value
 
 
 def _written(site: str, value: Tensor, heads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the senders at a site add to the residual stream, [B, T, D] each."""
+    """Return the [B, T, D] that each sender at a site adds to the residual stream."""
     if site not in heads:
         return {site: value}
     made = torch.einsum("bnth,nhd->nbtd", value, heads[site].to(value))

@@ -1,7 +1,7 @@
 """How much of a logit does each part of the model write?
 
-The residual stream is a sum: what goes into the first block, and what each block, head and neuron adds. With
-the final norm frozen, a logit is linear in it. Letters: B batch, T tokens, D model dim, N heads, F neurons.
+The residual stream sums the first block's input and the outputs of blocks, heads and neurons. With the
+final norm frozen, a logit is linear in it. Letters: B batch, T tokens, D model dim, N heads, F neurons.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class LogitAttribution:
     """Shares of a logit at each position; `parts` (float64) sum to `logits`.
 
     `parts` are `embed`, `blocks.0` and so on, `between` blocks (mostly 0), and `constant`: biases of the
-    final norm and head, of `linearized_norm` also what the tangent leaves. Heads, neurons and `rest` of a
-    block sum to its part; `rest` are biases, and what has no heads or neurons that `canonical_sites` finds,
-    or where their outputs are no terms of a sum (a norm behind the sum of stream and block).
+    final norm and head, with `linearized_norm` also the remainder of the tangent. Heads, neurons and `rest`
+    of a block sum to its part; `rest` holds biases, and parts without heads or neurons that `canonical_sites`
+    finds, or whose outputs are no terms of a sum (a norm follows the sum of stream and block).
     """
 
-    logits: Tensor  # [B, T] of the targets, minus those of `against`
+    logits: Tensor  # [B, T] logits of the targets, minus the logits of `against`
     parts: dict[str, Tensor]  # [B, T]
     heads: dict[str, Tensor]  # by block [B, T, N]
     neurons: dict[str, Tensor]  # by block [B, T, F]
     rest: dict[str, Tensor]  # by block [B, T]
     attention: dict[str, Tensor]  # by block [B, T], biases included, where the MLP follows (see `resid_mid`);
     mlp: dict[str, Tensor]  # of parallel blocks add up heads and neurons
-    direction: Tensor  # [B, T, D] what the logit is, as a linear function of the last residual stream
+    direction: Tensor  # [B, T, D] the logit as a linear function of the last residual stream
 
     def share(self, value: Tensor) -> Tensor:
-        """[B, T] of a value [B, T, D] of the residual stream."""
+        """Return the share [B, T] of a value [B, T, D] of the residual stream."""
         return (value.detach().double() * self.direction).sum(-1)
 
     def of_features(self, sae: Any, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a value [B, T, D] of the residual stream: shares of features [B, T, F], and of all else [B, T].
+        """Return shares [B, T, F] of features in a value [B, T, D], and the share [B, T] of all else.
 
         `sae` is an autoencoder of that site (`forge_interp.sae`).
         """
@@ -67,22 +67,22 @@ def attribute_logits(
     norm: Readout | None = None,
     head: Readout | None = None,
 ) -> LogitAttribution:
-    """Attribute the logits of target tokens directly to what each part writes into the residual stream.
+    """Attribute the logits of target tokens to the direct writes of each part into the residual stream.
 
     Args:
-        model: a decoder with one stack of blocks; see `canonical_sites` for which parts of it are found.
+        model: a decoder with one stack of blocks; `canonical_sites` says which of its parts are found.
         inputs: a tensor, a tuple of positional arguments, or a mapping of named ones.
-        targets: [B, T] ids, whose logits are attributed; those of `against` [B, T] are subtracted.
-        against: see targets.
-        final_norm: `frozen_norm` takes the scale of the final norm as a constant; it must be RMS or layer
-            norm. `linearized_norm` takes the tangent. A norm behind attention or MLP is frozen anyway
-            (it is found by what it adds, in 16 bits less surely: use float32).
+        targets: [B, T] ids whose logits are attributed.
+        against: [B, T] ids whose logits are subtracted; None: nothing is.
+        final_norm: `frozen_norm` takes the scale of the final norm, an RMS or layer norm, as a constant;
+            `linearized_norm` takes the tangent. A norm after attention or MLP is always frozen (it is found
+            by its output, less surely in 16 bits: use float32).
         norm: see `Unembedding`.
-        head: see `Unembedding`. A factor or soft cap behind it is a constant of each logit, too.
+        head: see `Unembedding`. A factor or soft cap after it is also a constant of each logit.
 
     InterpError where shares do not sum to the logits to 1e-4 (in 16 bits 3e-2) of the largest. Source: Elhage
-    et al. 2021, "A Mathematical Framework for Transformer Circuits"; the scale is kept fixed as in
-    `ActivationCache.logit_attrs` of TransformerLens.
+    et al. 2021, "A Mathematical Framework for Transformer Circuits"; `ActivationCache.logit_attrs` of
+    TransformerLens, which keeps the scale fixed.
     """
     end, sites = Unembedding(model, norm, head), canonical_sites(model, inputs)
     blocks = [name.removesuffix(".resid_pre") for name in sites if name.endswith(".resid_pre")]
@@ -119,7 +119,7 @@ def _add_block(
     values: Mapping[str, Tensor],
     behind: Mapping[str, tuple[Any, Tensor]],
 ) -> None:
-    """Add the shares of a block, by values of all canonical names, to what was found."""
+    """Add the shares of a block to `found`; `values` is by canonical name."""
     pre, post = values[f"{block}.resid_pre"], values[f"{block}.resid_post"]
     middle, neurons = values.get(f"{block}.resid_mid"), values.get(f"{block}.mlp.post")
     found.parts[block] = found.rest[block] = found.share(post) - found.share(pre)
@@ -144,7 +144,7 @@ def _add_block(
 def _run(
     model: nn.Module, inputs: Inputs, sites: Iterable[str], leaves: Collection[str]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Values of sites in one graph, which ends at leaves, and the logits."""
+    """Return the values of sites in one graph, which ends at leaves, and the logits."""
     kept: dict[str, Tensor] = {}
 
     def keep(site: str) -> Edit:
@@ -164,7 +164,7 @@ def _run(
 def _norms_behind(
     model: nn.Module, inputs: Inputs, sites: Mapping[str, str], blocks: Iterable[str]
 ) -> dict[str, str]:
-    """The norm applied to the output of attention or MLP, if any, by canonical name."""
+    """Return the norms applied to the output of attention or MLP, by canonical name."""
     found, modules = dict[str, str](), named_modules(model)
     kinds: dict[str, dict[str, str]] = {}  # by what follows the name, of blocks that are alike: one is run
     for block in blocks:
@@ -186,7 +186,7 @@ def _norms_behind(
 
 
 def _is_norm(module: nn.Module, given: Tensor | None, made: Tensor, written: Tensor) -> bool:
-    """Whether a module is a norm that makes what is written into the stream."""
+    """Whether a module is a norm whose output is written into the stream."""
     if given is None or not given.shape == made.shape == written.shape:
         return False
     alike = torch.cosine_similarity(made.double().flatten(), written.double().flatten(), 0)
@@ -194,14 +194,14 @@ def _is_norm(module: nn.Module, given: Tensor | None, made: Tensor, written: Ten
 
 
 def _passes(middle: Tensor, post: Tensor, direction: Tensor) -> bool:
-    """Whether a block adds to `middle`; what its MLP makes is a leaf."""
+    """Whether a block adds to `middle`; the MLP's output is a leaf."""
     along = (post.double() * direction).sum()
     (found,) = torch.autograd.grad(along, middle, retain_graph=True, materialize_grads=True)
     return bool((found.double() - direction).abs().max() <= _close(middle.dtype) * direction.abs().max())
 
 
 def _shares(source: Tensor, made: Tensor, direction: Tensor, has_heads: bool) -> Tensor | None:
-    """What each number of `source` adds to `made` in a direction, [B, T, N or F]; None: it is no sum."""
+    """Return the contribution of `source` to `made` in a direction, [B, T, N or F]; None: it is no sum."""
     along = (made.double() * direction).sum()
     (effect,) = torch.autograd.grad(along, source, create_graph=True, materialize_grads=True)
     if effect.requires_grad:
@@ -218,7 +218,7 @@ def _shares(source: Tensor, made: Tensor, direction: Tensor, has_heads: bool) ->
 def _readout(
     end: Unembedding, last: Tensor, ids: Tensor, logits: Tensor, how: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Direction [B, T, D], constant and value [B, T] of the logits of some ids."""
+    """Return direction [B, T, D], constant and value [B, T] of the logits of some ids."""
     if ids.shape != last.shape[:-1]:
         raise InterpError(f"targets are {list(ids.shape)}; expected {list(last.shape[:-1])}, an id for each")
     index = ids.to(last.device).long()[..., None]
@@ -245,7 +245,7 @@ def _readout(
 
 
 def _through(norm: Any, x: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-    """A direction behind a norm in front of it, its scale being that at x; and what its bias adds [...]."""
+    """Move a direction from the output of a norm, its scale fixed at x, to its input; and the bias' share."""
     parts = _frozen(norm, x)
     if parts is None:
         raise InterpError(
@@ -262,7 +262,7 @@ def _close(dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def _frozen(norm: Any, x: Tensor) -> tuple[Tensor, bool, Tensor] | None:
-    """Gain [..., D], whether means are taken away, and bias [D], found by asking; None if it is no such norm.
+    """Probe a norm: gain [..., D], whether it subtracts the mean, bias [D]; None if it is no such norm.
 
     RMS and layer norm are y = gain (x - mean) + bias, with a gain that depends on the size of x alone.
     """

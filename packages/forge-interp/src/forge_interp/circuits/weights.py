@@ -1,8 +1,8 @@
-"""Which maps do the weights of a head make, and which heads are connected by them?
+"""Which maps do the weights of a head make, and which heads do they connect?
 
-Weights are found by asking: each attention is given unit vectors, so that fused, transposed or shared weights
-need no names. Letters: N heads, D model dim, H head dim; x is a row, so that a head adds x W_V W_O, and query
-and key positions have the score (x W_Q) (y W_K)^T (times a scale).
+Weights are found by probing: each attention is given unit vectors, so that fused, transposed or shared
+weights need no names. Letters: N heads, D model dim, H head dim; x is a row, so that a head adds x W_V W_O,
+and query and key positions have the score (x W_Q) (y W_K)^T (times a scale).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class HeadWeights:
     o: Tensor  # [N, H', D]
 
     def copying(self) -> Tensor:
-        """[N], sum of the eigenvalues of W_V W_O beside the sum of their sizes: 1 copies, -1 suppresses."""
+        """Return [N], the eigenvalue sum of W_V W_O over the sum of sizes: 1 copies, -1 suppresses."""
         found = torch.linalg.eigvals(self.o @ self.v)  # of W_O W_V, the same but for zeros
         return found.sum(-1).real / found.abs().sum(-1)
 
 
 @torch.no_grad()
 def head_weights(model: nn.Module, tokens: Tensor) -> dict[str, HeadWeights]:
-    """The weights of all heads by canonical name of the block (`blocks.0`), of a model of ids.
+    """Return the weights of all heads by canonical name of the block (`blocks.0`), of a model of ids.
 
-    Two passes over batches of one token, as many as D and N H'; `tokens` [B, T] are some input. InterpError
-    where values or output are no linear map of what attention is given, or the output projection lies in
-    another module. Queries and keys are None where they are no such map (QK norms), or are not seen (the
-    model does not call `F.scaled_dot_product_attention`: set "sdpa", if it can).
+    Runs two passes over batches of D and N H' sequences of one token; `tokens` [B, T] are any input.
+    InterpError where values or output are no linear map of the input of attention, or another module holds
+    the output projection. Queries and keys are None where they are no linear map (QK norms) or are not seen
+    (the model does not call `F.scaled_dot_product_attention`: set "sdpa", if it can).
     """
     sites = canonical_sites(model, tokens).items()
     modules = {
@@ -80,7 +80,7 @@ def head_weights(model: nn.Module, tokens: Tensor) -> dict[str, HeadWeights]:
 
 
 def composition_scores(weights: dict[str, HeadWeights], kind: Kind) -> tuple[np.ndarray, list[str]]:
-    """How much the output of each head (row) goes into queries, keys or values of each later head (column).
+    """Measure how much of each head's output (row) enters queries, keys or values of later heads (columns).
 
     |A B| / (|A| |B|), Frobenius norms, with A = W_V W_O of the first head, and of the second B = W_Q W_K^T
     ("q"), W_K W_Q^T ("k") or W_V W_O ("v"); NaN for heads of the same or an earlier block. Random maps have
@@ -114,7 +114,7 @@ def composition_scores(weights: dict[str, HeadWeights], kind: Kind) -> tuple[np.
 
 
 def _triangle(factor: Tensor) -> Tensor:
-    """R of [N, D, H] = Q R, which has the same products with itself."""
+    """Return R of [N, D, H] = Q R; R has the same products with itself."""
     return torch.linalg.qr(factor, mode="r").R
 
 
@@ -123,7 +123,7 @@ def _probe(size: int) -> Tensor:
 
 
 def _units(size: int, count: int) -> Edit:
-    """An edit that puts zeros, unit vectors and at last a random vector in place of what one token has."""
+    """Make an edit that replaces the value of one token by zeros, unit vectors, and a random vector."""
     rows = torch.zeros(count, size)
     rows[1 : 1 + size].fill_diagonal_(1.0)
     rows[-1] = _probe(size)
@@ -131,7 +131,7 @@ def _units(size: int, count: int) -> Edit:
 
 
 def _linear(made: Tensor, size: int) -> Tensor | None:
-    """[size, ...] images of unit vectors; None where that of the random vector is not their sum."""
+    """Return the images [size, ...] of unit vectors; None where the random vector shows no linear map."""
     close = 1e-3 if made.dtype in (torch.float32, torch.float64) else 5e-2
     made = made.double()
     matrix, wanted = made[1 : 1 + size] - made[:1], made[-1] - made[0]

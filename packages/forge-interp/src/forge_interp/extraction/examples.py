@@ -1,4 +1,4 @@
-"""Where in a data set is a unit, a head or a feature most active?
+"""Where in a dataset is a unit, a head or a feature most active?
 
 Letters: R rows (tokens), U units.
 """
@@ -19,9 +19,9 @@ from forge_interp.extraction.run.parts import replacing
 from forge_interp.extraction.store import ActivationStore
 
 Score = Callable[[Tensor], Tensor]
-"""Rows of a site [R, ...] -> how active each unit is, [R, U]."""
+"""Function from rows of a site [R, ...] to the activity of each unit, [R, U]."""
 Decode = Callable[[int], str]
-"""The text of an id."""
+"""Function from an id to its text."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Example:
 
     unit: int
     value: float
-    row: int  # of the store
+    row: int  # index in the store
     sample: int
-    position: int  # of the token in its sample
-    tokens: tuple[str, ...]  # of the context, in order
-    values: tuple[float, ...]  # of the unit at each
-    centre: int  # which of them is the example
+    position: int  # index of the token in its sample
+    tokens: tuple[str, ...]  # the context, in order
+    values: tuple[float, ...]  # activity of the unit at each token
+    centre: int  # index of the example in `tokens`
 
 
 class Examples(list[Example]):
-    """Unit after unit, the largest value first."""
+    """Examples of one unit after another, the largest value of a unit first."""
 
     def to_dataframe(self) -> Any:
-        """A `pandas.DataFrame`, a row an example, with `text` and `token`; needs pandas."""
+        """Return a `pandas.DataFrame`, one row an example, with `text` and `token`; needs pandas."""
         pandas = optional("pandas", "to_dataframe", "tables")
         names = ("unit", "value", "sample", "position")
         rows = [{name: getattr(e, name) for name in names} for e in self]
@@ -50,7 +50,7 @@ class Examples(list[Example]):
         return pandas.DataFrame([row | more for row, more in zip(rows, extra, strict=True)])
 
     def to_html(self, path: str | Path, title: str = "Examples") -> None:
-        """Write one page that needs nothing else: tokens on grounds as strong as the unit is active."""
+        """Write one self-contained page; the colour behind a token shows how active the unit is."""
         style = (
             "body{font:15px sans-serif}p{white-space:pre-wrap;margin:.3em}.c{outline:1px solid}b{color:#666}"
         )
@@ -82,21 +82,21 @@ def top_examples(
     once_a_sample: bool = True,
     block_rows: int = 4096,
 ) -> Examples:
-    """The tokens of a store at which units are most active, in one pass that holds `block_rows` rows.
+    """Find the tokens of a store at which units are most active, in one pass over `block_rows` at a time.
 
     Args:
-        store: with a row for each token.
-        site: what was extracted.
-        units: which units; default all.
-        count: examples of each unit.
-        context: how many tokens of the same sample to show in front and behind.
-        score: how active units are; default: the numbers of rows [R, U], the norms of heads [R, N, H]. For
-            features of an autoencoder `sae.encode`.
-        decode: id -> text, such as `lambda i: tokenizer.decode([i])`; default: the number.
+        store: activations with a row for each token.
+        site: the extracted site to read.
+        units: indices of units; default all.
+        count: number of examples of each unit.
+        context: how many tokens of the same sample to show before and after.
+        score: function from rows to activities [R, U]; default: the numbers of rows [R, U], the norms of
+            heads [R, N, H]. For features of an autoencoder `sae.encode`.
+        decode: function from id to text, `lambda i: tokenizer.decode([i])`; default: the number.
         once_a_sample: only the largest value of each sample counts.
-        block_rows: see above.
+        block_rows: number of rows in memory.
 
-    InterpError where a unit is not there, scores are NaN, or the store has rows of samples.
+    InterpError where a unit does not exist, scores are NaN, or the store has one row per sample.
     """
     if count < 1 or min(context) < 0 or not store.rows or bool((store.position < 0).any()):
         raise InterpError(
@@ -137,7 +137,7 @@ def top_examples(
 
 
 def _blocks(samples: Tensor, size: int) -> Iterator[tuple[int, list[int]]]:
-    """Whole samples of about `size` rows: the first row, and how many rows each sample has."""
+    """Yield whole samples of about `size` rows: the first row, and the number of rows of each sample."""
     start, lengths = 0, list[int]()
     for length in samples.unique_consecutive(return_counts=True)[1].tolist():
         if lengths and sum(lengths) + length > size:
@@ -148,5 +148,5 @@ def _blocks(samples: Tensor, size: int) -> Iterator[tuple[int, list[int]]]:
 
 
 def _size(rows: Tensor) -> Tensor:
-    """[R, U] as they are; the norms of heads [R, N, H]."""
+    """Return [R, U] as they are, and the norms of heads [R, N, H]."""
     return rows if rows.ndim == 2 else rows.flatten(2).float().norm(dim=-1)

@@ -59,11 +59,11 @@ def extract_representations(
     check_padding: bool = True,
     where: str | None = None,
 ) -> ActivationStore:
-    """Write what a model computes at some sites, for every sample of a dataset, to disk.
+    """Write a model's activations at some sites, for every sample of a dataset, to disk.
 
-    One row for each token that is no padding, or with `pool` for each sample. An interrupted run goes on when
-    it is called again with the same arguments: then what is there is kept. Checksums of weights,
-    buffers, and rows of the first and last batch say whether model and functions compute the same.
+    Makes one row for each token that is no padding, or with `pool` for each sample. Called again with the
+    same arguments, an interrupted run continues and keeps the parts on disk. Checksums of weights, buffers,
+    and rows of the first and last batch show whether model and functions still compute the same.
 
     Args:
         model: any module; it runs without gradients, in evaluation mode.
@@ -75,29 +75,28 @@ def extract_representations(
         select: as for `capture`, on the value's device; gives [samples, tokens, ...] or [samples, ...].
         pool: "mean", "last", "first" or "max" over the valid tokens of a sample, or a callable of (value
             [B, T, ...], mask [B, T] bool) that gives [B, ...]. Values [B, D] are a row a sample anyway.
-        dtype: of the rows; None keeps that of the values.
+        dtype: dtype of the rows; None keeps that of the values.
         tokens: entry of the samples with the ids of the rows; None when the rows are no tokens.
-        mask: entry that is nonzero where there is a token and no padding. Made when ids differ in length.
-        pad_id: stands in the padding, on the right.
-        forward: called as forward(model, batch) in place of the model; then passes run to their end.
-        rank: whose share of the parts this process takes. Default: as torch.distributed says, or all.
-        world_size: how many processes share the parts. The output does not depend on it.
+        mask: entry that is nonzero at tokens and 0 at padding. It is made when ids differ in length.
+        pad_id: id that fills the padding, on the right.
+        forward: called as forward(model, batch) in place of the model; passes then run to their end.
+        rank: index of this process's share of the parts. Default: rank of torch.distributed, or all parts.
+        world_size: number of processes that share the parts. The output does not depend on it.
         group: processes that wait for each other at the end; default: all, when torch.distributed gave the
-            rank or the model is sharded. Without a group, whoever ends last writes the index.
+            rank or the model is sharded. Without a group, the process that ends last writes the index.
         writes: False on processes that share a model and a `rank` with one that writes (tensor parallelism).
-        identity: a name that is compared in place of rows, for a model that gives others in each call.
-        resume: False writes the share of this process anew, whatever is there.
-        progress: draw a bar on a terminal; of a group only the first rank does.
-        attention_bytes: the largest attention matrix to hold at once.
-        keep: entries [samples, tokens] or [samples] of the batches, such as `image_index`, of which the store
-            keeps the value of each row; see `ActivationStore.kept`.
-        check_padding: run some samples alone, too, and raise InterpError where their rows are others without
-            padding. False for experts that share a number of places, which padding takes away.
-        where: an entry [samples, tokens] of the batches: only tokens where it is nonzero become rows, or are
-            pooled.
+        identity: a name to compare in place of rows, for a model whose rows differ in each call.
+        resume: False writes the share of this process again, whatever is on disk.
+        progress: draw a bar on a terminal; in a group only the first rank does.
+        attention_bytes: size limit of an attention matrix in memory.
+        keep: entries [samples, tokens] or [samples] of the batches, such as `image_index`, whose value the
+            store keeps for each row; see `ActivationStore.kept`.
+        check_padding: also run some samples alone, and raise InterpError where their rows differ without
+            padding. False for experts of limited capacity, in which padding takes places.
+        where: entry [samples, tokens] of the batches: tokens where it is 0 are neither rows nor pooled.
 
     InterpError where sites have different rows, or `out` belongs to another call, with the differences;
-    OSError on a full disk, where what is done so far stays.
+    OSError on a full disk; the finished parts stay.
     """
     given = {"model": model, "sites": sites, "batch_size": batch_size, "dtype": dtype, "identity": identity}
     for name, value in (given | {"where": where, "rank": rank, "world_size": world_size}).items():
@@ -143,7 +142,7 @@ def extract_representations(
 
 
 def finish_extraction(out: str | Path) -> ActivationStore:
-    """Write the index once all processes have written their parts; InterpError lists those missing."""
+    """Write the index after all processes have written their parts; InterpError lists missing parts."""
     parts = Parts(Path(out), {})
     if parts.missing() == []:
         parts.finish(len(parts.numbers()))
@@ -151,7 +150,7 @@ def finish_extraction(out: str | Path) -> ActivationStore:
 
 
 def _folder(out: Path) -> Path:
-    """`out` itself; InterpError where it names a file."""
+    """Return `out`; InterpError where it names a file."""
     if out.suffix in ENDINGS or out.is_file():
         raise InterpError(
             f"out is {str(out)!r}; expected a folder: extract to {out.stem!r}, and call "

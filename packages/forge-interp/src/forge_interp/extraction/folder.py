@@ -1,4 +1,4 @@
-"""Which parts of an extraction are on disk, do they belong together, and is it whole?"""
+"""Which parts of an extraction are on disk, do they belong together, and is the extraction complete?"""
 
 import json
 import os
@@ -25,7 +25,7 @@ class Parts:
 
     @property
     def index(self) -> dict[str, Any] | None:
-        """What `index.json` says; None as long as parts are missing; InterpError where it is damaged."""
+        """The content of `index.json`; None while parts are missing; InterpError where it is damaged."""
         path = self.folder / INDEX
         try:
             index = json.loads(path.read_text())
@@ -38,15 +38,15 @@ class Parts:
         return index
 
     def path(self, number: int) -> Path:
-        """Of a part."""
+        """Return the path of a part."""
         return self.folder / f"part-{number:05d}.safetensors"
 
     def numbers(self) -> list[int]:
-        """Of the parts that have a file."""
+        """Return the numbers of the parts that have a file."""
         return sorted({int(path.stem[5:]) for path in self.folder.glob("part-*.safetensors")})
 
     def intact(self, start: int, stop: int | None) -> dict[int, Part]:
-        """The parts [start, stop) that need not be written again; InterpError if they are of another call."""
+        """Return the intact parts in [start, stop); InterpError if parts belong to another call."""
         mine = [number for number in self.numbers() if start <= number and (stop is None or number < stop)]
         found = {number: part for number in mine if (part := Part.read(self.path(number)))}
         index = self.index
@@ -60,7 +60,7 @@ class Parts:
         return found
 
     def remove(self, start: int, stop: int | None) -> None:
-        """Forget parts [start, stop), and those that are of other calls."""
+        """Delete parts [start, stop), and all parts of other calls."""
         (self.folder / INDEX).unlink(missing_ok=True)
         for number in self.numbers():
             part = Part.read(self.path(number))
@@ -69,7 +69,7 @@ class Parts:
                 self.path(number).unlink(missing_ok=True)
 
     def finish(self, total: int) -> bool:
-        """Write the index if all parts are there; True once it is. InterpError lists how parts differ."""
+        """Write the index if all parts exist; True once it is written. InterpError lists how parts differ."""
         if self.index is None:
             found = [Part.read(self.path(number)) for number in range(total)]
             parts = [part for part in found if part is not None]
@@ -105,13 +105,13 @@ class Parts:
         _sync_names(self.folder)
 
     def missing(self) -> list[int] | None:
-        """The parts that are not there yet; None where it is not known how many there are to be."""
+        """Return the numbers of missing parts; None where their total is unknown."""
         present = {number: part for number in self.numbers() if (part := Part.read(self.path(number)))}
         total = next((part.request["parts"] for part in present.values()), None)
         return None if total is None else [number for number in range(total) if number not in present]
 
     def whole(self) -> dict[str, Any]:
-        """The index, all of whose parts are there; InterpError says what is missing."""
+        """Return the index if the extraction is complete; else InterpError says what is missing."""
         index = self.index
         for number, part in enumerate(index["parts"] if index else ()):
             path = self.path(number)
@@ -144,7 +144,7 @@ def check_same(
 
 
 def differences(made: Mapping[str, Any], asked: Mapping[str, Any], but: Collection[str] = ()) -> list[str]:
-    """How two requests differ; the rows of their first and last batches may differ by rounding."""
+    """List how two requests differ; the rows of their first and last batches may differ by rounding."""
     rows = [request.get("outputs") or {} for request in (made, asked)]
     but = {*but, "outputs"}
     made, asked = ({k: v for k, v in of.items() if k not in but} for of in (made, asked))
@@ -167,7 +167,7 @@ def _differences(key: str, there: Any, here: Any) -> Iterator[str]:
 
 
 def _sync_names(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
+    """Write the file names of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

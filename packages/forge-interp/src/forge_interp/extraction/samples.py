@@ -1,8 +1,8 @@
 """How does a dataset become numbered batches?
 
-The batches of a dataset depend on the dataset and the batch size alone; processes share out whole batches.
-So every value is computed in the same batch, and comes out with the same bits, whatever the number of
-processes and wherever a run was interrupted. Letters: B samples, T tokens.
+The batches depend on the dataset and the batch size alone; processes share out whole batches. So every
+value is computed in the same batch, and has the same bits, whatever the number of processes and wherever a
+run was interrupted. Letters: B samples, T tokens.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MOST_PARTS = 1024
 
 @dataclass(frozen=True)
 class Names:
-    """What the entries of a batch are called: ids [B, T] (None when no row is a token), and the mask.
+    """Names of the entries of a batch: ids [B, T] (None when no row is a token), and the mask.
 
-    The mask [B, T] is nonzero where there is a token and no padding; `pad_id` stands in the padding of ids.
+    The mask [B, T] is nonzero at tokens and 0 at padding; `pad_id` fills the padding of ids.
     """
 
     tokens: str | None = "input_ids"
@@ -90,28 +90,28 @@ class Batch:
         return _checksum(self.inputs, crc)
 
     def cut(self, start: int, stop: int) -> Any:
-        """The inputs of samples [start, stop); None where it is not clear how to cut them."""
+        """Return the inputs of samples [start, stop); None where it is unclear how to cut them."""
         return _cut(self.inputs, self.size, slice(start, stop))
 
 
 class _Source:
-    """Something that has batches; several become one part on disk, so that there are at most 1024 parts."""
+    """Source of batches; several batches become one part on disk, so that there are at most 1024 parts."""
 
     num_batches: Any  # None where it is not known; then each batch is a part
 
     @property
     def batches_per_part(self) -> int:
-        """The same for all parts but the last."""
+        """The number of batches in each part but the last."""
         return max(1, -(-(self.num_batches or 1) // _MOST_PARTS))
 
     @property
     def num_parts(self) -> int | None:
-        """None where it is not known."""
+        """The number of parts; None where it is unknown."""
         return None if self.num_batches is None else -(-self.num_batches // self.batches_per_part)
 
 
 class Samples(_Source):
-    """Batches of a dataset whose samples can be asked for by number; InterpError if it is empty.
+    """Batches of a dataset whose samples can be read by index; InterpError if it is empty.
 
     A sample is ids (tensor, array or list), or a mapping or tuple of tensors, arrays, lists and numbers. The
     dataset may also be a tensor [samples, ...], or a mapping of such columns.
@@ -143,7 +143,7 @@ class Samples(_Source):
             yield from self.batches(number, number + 1)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Number of samples and CRC-32 of up to 256, evenly spaced; a run that goes on compares all."""
+        """Return the number of samples and a CRC-32 of up to 256; a run that continues compares all."""
         crc, probes = 0, min(_PROBES, self.num_samples)
         for probe in range(probes):
             crc = _checksum(self._collated([probe * self.num_samples // probes]), crc)
@@ -159,7 +159,7 @@ class Samples(_Source):
 
 
 class ReadyBatches(_Source):
-    """Batches that an iterable gives, such as a DataLoader; it must give the same ones each time."""
+    """Batches of an iterable such as a DataLoader, which must yield the same batches each time."""
 
     def __init__(self, batches: Iterable[Any], names: Names) -> None:
         self._batches, self._names = batches, names
@@ -173,7 +173,7 @@ class ReadyBatches(_Source):
             raise InterpError("the dataset has no batches; expected at least one: give a new iterator")
 
     def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
-        """Yield batches [start, stop); those before are asked for, too, to count their samples."""
+        """Yield batches [start, stop); earlier batches are read, too, to count their samples."""
         first = 0
         begun, self._begun = self._begun, None
         for number, inputs in enumerate(self._batches if begun is None else chain(self._head, begun)):
@@ -185,16 +185,16 @@ class ReadyBatches(_Source):
                 yield batch
 
     def probes(self) -> Iterator[Batch]:
-        """Yield the first batch, which is at hand."""
+        """Yield the first batch, which is already read."""
         yield Batch.of(_numbers(self._head[0]), self._names, 0, 0)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Number of batches and CRC-32 of the first; a run that goes on compares all."""
+        """Return the number of batches and a CRC-32 of the first; a run that continues compares all."""
         return {"batches": self.num_batches, "crc": f"{_checksum(_numbers(self._head[0])):08x}"}
 
 
 def open_dataset(dataset: Any, batch_size: int, names: Names) -> Samples | ReadyBatches:
-    """Return the batches of samples, or of an iterable of ready batches; InterpError for what is neither."""
+    """Return the batches of samples, or of an iterable of ready batches; InterpError for anything else."""
     is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
     if not is_stream and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         if isinstance(dataset, str | bytes):
@@ -209,11 +209,10 @@ def open_dataset(dataset: Any, batch_size: int, names: Names) -> Samples | Ready
 
 
 def collate(samples: Sequence[Any], names: Names) -> Any:
-    """Stack samples; ids of different lengths are padded on the right, and then there is a mask.
+    """Stack samples; ids of different lengths are padded on the right and get a mask.
 
     Entries as long as the ids of their sample are padded with them (labels with -100, all others with 0).
-    What holds no numbers stays a list. InterpError where shapes differ otherwise, as those of an encoder and
-    a decoder may.
+    Values without numbers stay a list. InterpError where shapes differ otherwise (encoder and decoder).
     """
     if isinstance(samples[0], Mapping):
         return _collate_mappings(samples, names)
@@ -252,12 +251,12 @@ def _collate_mappings(samples: Sequence[Mapping[str, Any]], names: Names) -> dic
 
 
 def _are_even(ids: Sequence[Tensor]) -> bool:
-    """Whether samples need no padding: one length, and not 0, which few models can run."""
+    """Whether samples need no padding: they have one length, which is not 0 (few models can run 0 tokens)."""
     return len({len(sample) for sample in ids}) == 1 and len(ids[0]) > 0
 
 
 def _lengths(column: Sequence[Any]) -> list[int]:
-    """Of values that are all [T], their T; else none."""
+    """Return each T if all values are [T], else nothing."""
     is_flat = all(isinstance(value, Tensor) and value.ndim == 1 for value in column)
     return [len(value) for value in column] if is_flat else []
 
@@ -313,7 +312,7 @@ def _checksum(inputs: Any, crc: int = 0) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can say of a value, the same in each process."""
+    """Turn a value into JSON data that is the same in each process."""
     if isinstance(value, Tensor):
         return ["tensor", str(value.dtype), list(value.shape), zlib.crc32(as_bytes(value))]
     if isinstance(value, np.ndarray | np.generic):
@@ -331,7 +330,7 @@ def _plain(value: Any) -> Any:
 
 
 def leaves(inputs: Any) -> Iterator[Any]:
-    """What is in nested mappings, tuples and lists."""
+    """Yield the leaves of nested mappings, tuples and lists."""
     if isinstance(inputs, Mapping | tuple | list):
         for item in inputs.values() if isinstance(inputs, Mapping) else inputs:
             yield from leaves(item)
@@ -340,7 +339,7 @@ def leaves(inputs: Any) -> Iterator[Any]:
 
 
 def _cut(inputs: Any, size: int, samples: slice) -> Any:
-    """Some samples of the inputs of a batch; None where a tensor in it is not [size, ...]."""
+    """Return some samples of a batch's inputs; None where a tensor in it is not [size, ...]."""
     if isinstance(inputs, Tensor):
         return inputs[samples] if inputs.ndim and len(inputs) == size else None
     if isinstance(inputs, Mapping | tuple):

@@ -1,4 +1,4 @@
-"""How are extracted activations read, and written once more for other tools?
+"""How are extracted activations read, and exported for other tools?
 
 The bytes of an export depend on the rows alone: no clock, no file system order.
 """
@@ -29,11 +29,11 @@ from forge_interp.hooks.sites import key_of
 
 
 class ActivationStore(Mapping[str, Tensor]):
-    """Activations of a data set, one row per token (or per sample), with the sample that each row came from.
+    """Activations of a dataset, one row per token (or per sample), with the sample of each row.
 
-    A mapping from site to [rows, ...] in the dtype that was captured. All sites share the rows. A site is
-    read into memory when it is asked for; `read` and `batches` read parts of it. The folder `path`, None in
-    memory, is opened when it is first used, where `open` looks at once.
+    A mapping from site to [rows, ...] in the captured dtype. All sites share the rows. Access to a site reads
+    it into memory; `read` and `batches` read parts of it. The folder `path` (None: the store is in memory) is
+    opened at the first use; `open` opens it at once.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -43,21 +43,21 @@ class ActivationStore(Mapping[str, Tensor]):
 
     @classmethod
     def open(cls, path: str | Path) -> ActivationStore:
-        """Open the folder that `extract_representations` wrote; InterpError if it is not whole."""
+        """Open the folder that `extract_representations` wrote; InterpError if it is not complete."""
         store = cls(path)
         _ = store.metadata
         return store
 
     @classmethod
     def of(cls, rows: Mapping[str, Tensor]) -> ActivationStore:
-        """A store in memory: sites, and `sample_id`, `position` and `token_id`."""
+        """Make a store in memory of sites, `sample_id`, `position` and `token_id`."""
         store = cls(None)
         store._held = dict(rows)
         return store
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """What was asked: model, sites, pool, dataset, versions; and the number of rows."""
+        """The request (model, sites, pool, dataset, versions) and the number of rows."""
         if self.path is None:
             sites = [name for name in self._held if is_site(name)]
             return {"sites": sites, "rows": len(next(iter(self._held.values())))}
@@ -65,7 +65,7 @@ class ActivationStore(Mapping[str, Tensor]):
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Keys, in the order in which the model computed them."""
+        """Keys of sites, in the order in which the model computed them."""
         return tuple(self.metadata["sites"])
 
     @property
@@ -75,7 +75,7 @@ class ActivationStore(Mapping[str, Tensor]):
 
     @property
     def columns(self) -> list[Column]:
-        """The sites, then the three ids, then inputs that were kept, with dtype and shape of a row."""
+        """The sites, then the three ids, then the kept inputs, with dtype and shape of a row."""
         if self.path is None:
             return [Column(name, rows.dtype, tuple(rows.shape[1:])) for name, rows in self._held.items()]
         dtypes, shapes = self.metadata["dtypes"], self.metadata["shapes"]
@@ -84,25 +84,21 @@ class ActivationStore(Mapping[str, Tensor]):
 
     @cached_property
     def sample_id(self) -> Tensor:
-        """[rows] int64: index in the dataset of the sample that each row came from; it never falls."""
+        """[rows] int64: index in the dataset of each row's sample; it never falls."""
         return self._read("sample_id", 0, self.rows)
 
     @cached_property
     def position(self) -> Tensor:
-        """[rows] int64: which token of its sample a row is, not counting padding; -1 for a whole sample."""
+        """[rows] int64: index of the row's token in its sample, without padding; -1 for a whole sample."""
         return self._read("position", 0, self.rows)
 
     @cached_property
     def token_id(self) -> Tensor:
-        """[rows] int64: id of that token; -1 where there is none."""
+        """[rows] int64: id of the row's token; -1 where there is none."""
         return self._read("token_id", 0, self.rows)
 
     def kept(self, name: str) -> Tensor:
-        """[rows]: what an input that was kept (`keep`) had at the token, or for the sample, of each row.
-
-        Raises:
-            InterpError: it was not kept.
-        """
+        """Return [rows], the value of an input in `keep` for each row; InterpError if it was not kept."""
         names = [c.name for c in self.columns if not is_site(c.name) and c.name not in ROW_COLUMNS]
         if name not in names:
             raise InterpError(
@@ -111,23 +107,23 @@ class ActivationStore(Mapping[str, Tensor]):
         return self._read(name, 0, self.rows)
 
     def read(self, site: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return rows [start, stop) of a site, which costs no more memory than these rows."""
+        """Return rows [start, stop) of a site; needs no more memory than these rows."""
         stop = self.rows if stop is None else min(stop, self.rows)
         return self._read(key_of(site, self.sites), start, stop)
 
     def blocks(self, column: Column) -> Iterator[Tensor]:
-        """All rows of one of the `columns` in pieces of a few MiB."""
+        """Yield all rows of one of the `columns` in pieces of a few MiB."""
         return (self._read(column.name, start, stop) for start, stop in column.blocks(self.rows))
 
     def batches(self, rows: int = 4096) -> Iterator[dict[str, Tensor]]:
-        """Read all sites in slices {site: [<= rows, ...]}, in order: `moments.update(batch)` takes them."""
+        """Yield all sites in slices {site: [<= rows, ...]}, in order, for `moments.update(batch)`."""
         if rows < 1:
             raise InterpError(f"rows is {rows}; expected at least 1")
         for start in range(0, self.rows, rows):
             yield {site: self._read(site, start, min(start + rows, self.rows)) for site in self.sites}
 
     def export(self, path: str | Path) -> None:
-        """Write everything once more, for NumPy: `.npz`, or `.npy` of one site.
+        """Export everything for NumPy: `.npz`, or `.npy` of one site.
 
         NumPy knows no bfloat16: its bits are stored as uint16. The parts themselves are safetensors files.
         """
@@ -192,7 +188,7 @@ def _write_array(file: Any, store: ActivationStore, column: Column) -> None:
 
 
 def _file_name(column: Column) -> str:
-    """The name with the one character escaped that no file name can hold."""
+    """Return the column's name with `/` escaped, which no file name can hold."""
     return column.name.replace("%", "%25").replace("/", "%2F")
 
 
@@ -201,11 +197,11 @@ def _dtype(column: Column) -> np.dtype:
 
 
 def _as_numpy(values: Tensor) -> np.ndarray:
-    """The same numbers; of what NumPy does not know, the bits."""
+    """Return the same numbers; for dtypes that NumPy lacks, the bits."""
     bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
     return values.view(bits.get(values.dtype, values.dtype)).numpy()
 
 
 _WRITERS = {".npz": _npz, ".npy": _npy}
 ENDINGS = tuple(_WRITERS)
-"""Of the files that `export` writes."""
+"""File endings that `export` writes."""

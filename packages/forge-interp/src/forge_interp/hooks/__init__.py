@@ -1,1 +1,1 @@
-"""What flows through a model, seen and changed while it runs."""
+"""Values that flow through a model, captured and edited while it runs."""

@@ -1,4 +1,4 @@
-"""What flowed through chosen sites of a model during the calls inside a `with`."""
+"""Which values flowed through chosen sites of a model during the calls inside a `with`?"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,9 +41,9 @@ class _Options:
 class Activations(BySite):
     """Captured values by site, `module:part[#call]`; made by `capture`.
 
-    `skipped` are sites that a wildcard named and that hold no tensor, and why. `gradients`, with `grad=True`
-    after a backward pass, are those with respect to each value as the model goes on with it from that site;
-    what else uses the same tensor does not count.
+    `skipped` maps sites of wildcards without a tensor to the reason. `gradients`, with `grad=True` after a
+    backward pass, are those with respect to the value that the model continues with after the site; other
+    uses of the same tensor do not count.
     """
 
     def __init__(self, model: nn.Module, found: Mapping[str, list[Site]], options: _Options) -> None:
@@ -81,20 +81,20 @@ class Activations(BySite):
 
     @property
     def fired(self) -> frozenset[str]:
-        """The keys of all values since the `with` began or `clear()`, those that went to a sink too."""
+        """The keys of all values since the `with` began or `clear()`, also of values that went to a sink."""
         return frozenset(self._fired)
 
     def clear(self) -> None:
-        """Forget all values and count calls from 0 again, as between batches."""
+        """Drop all values and count calls from 0 again, as between batches."""
         self._values, self.gradients, self._fired, self.skipped = {}, BySite(), set(), {}
         for tap in self._taps:
             tap.calls = 0
         self.begin_pass()
 
     def expect(self, keys: Iterable[str]) -> None:
-        """From now on each forward pass must give exactly these values, and stops after them if it may.
+        """Require exactly these values in each later forward pass; with `stop`, a pass ends after them.
 
-        For a capture with `stop` or `sink`; call `clear()` before each pass. Other values are an InterpError.
+        For a capture with `stop` or `sink`; call `clear()` before each pass. Other values raise InterpError.
         """
         if not self._options.stop and self._options.sink is None:
             raise InterpError("expect() of a capture that keeps all; expected one with stop=True or a sink")
@@ -102,16 +102,16 @@ class Activations(BySite):
         self.begin_pass()
 
     def begin_pass(self) -> None:
-        """A forward pass of the model begins."""
+        """Begin a forward pass of the model."""
         self._remaining = set(self._awaited)
         self._first = {str(tap.site): tap.calls for tap in self._taps}
 
     def is_over(self) -> bool:
-        """Whether the rest of the pass is not wanted."""
+        """Whether the rest of the pass may be left out."""
         return self._options.stop and not self._remaining
 
     def end_pass(self) -> None:
-        """It has ended: compare what it gave with what was expected."""
+        """End a pass: compare its values with the expected ones."""
         if self._is_exact and self._fired != self._awaited:
             extra, missing = sorted(self._fired - self._awaited), sorted(self._awaited - self._fired)
             raise InterpError(
@@ -120,7 +120,7 @@ class Activations(BySite):
             )
 
     def _take(self, tapped: str, site: Site, module: nn.Module, value: Any) -> Tensor | None:
-        """Keep a copy of a value; with gradients, what the model goes on with in its place."""
+        """Keep a copy of a value; with gradients, return the tensor with which the model continues."""
         key, replacement, followed, options = str(site), None, None, self._options
         patterns = self._patterns[tapped]
         self._seen.update(patterns)
@@ -156,12 +156,12 @@ class Activations(BySite):
         return replacement
 
     def _skip(self, tapped: str, site: Site, reason: str) -> None:
-        """There is no tensor at a site that a wildcard named."""
+        """Record that a site of a wildcard has no tensor."""
         self.skipped[str(site)] = reason
         self._remaining.discard(tapped)
 
     def _read(self, call: AttentionCall, site: Site) -> Tensor:
-        """One tensor of an attention call, which must reproduce the model's own output."""
+        """Return one tensor of an attention call, whose weights must reproduce the model's output."""
         name = ".".join(site.path)
         if name not in TENSORS and name not in call.computed:
             check, number = "all" if site.module in self._unchecked else self._options.check, site.call or 0
@@ -177,10 +177,9 @@ class Activations(BySite):
     def _follow(
         self, value: Tensor, module: nn.Module, site: Site, is_optional: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Have the gradient of a value written down when it is known.
+        """Record the gradient of a value in the backward pass.
 
-        The model goes on with a copy: the value itself may be used elsewhere, too, or be changed in place.
-        Attention cannot be given another one.
+        The model continues with a copy (not for attention), as the value may be shared or changed in place.
         """
         is_attention = site.part == "attn"
         if not torch.is_grad_enabled() or (is_attention and not value.requires_grad):
@@ -217,7 +216,7 @@ class Activations(BySite):
 
 
 def by_pattern(select: Select | Mapping[str, Select] | None, patterns: Iterable[str]) -> dict[str, Select]:
-    """A `select` for each pattern that has one; InterpError for others than these patterns."""
+    """Return the `select` of each pattern that has one; InterpError for other patterns."""
     for function in select.values() if isinstance(select, Mapping) else [select] if select else ():
         check_kind("select", function, Callable, "a function of the value, or one by pattern")
     if not isinstance(select, Mapping):
@@ -243,28 +242,27 @@ def capture(
     check_attention: bool = True,
     attention_bytes: int = 1 << 30,
 ) -> Iterator[Activations]:
-    """Copies of what flows through the sites of a model while the `with` is open.
+    """Copy the values at the sites of a model while the `with` is open.
 
     Copies are detached and safe from later in-place operations. Values split by tensor parallelism are
-    gathered (then Collective, with the same sites on all ranks). Compiled models run eagerly inside. Raises
-    InterpError: a site names no module, or has captured nothing.
+    gathered (then Collective, with the same sites on all ranks). Compiled models run eagerly inside.
+    InterpError where a site names no module, or has captured nothing.
 
     Args:
         model: any module.
         sites: `module[:part][#call]` with wildcards, see `forge_interp.hooks.sites`; a module object
             stands for its output.
         select: applied to a value before it is copied, for all sites or by the pattern as in `sites`.
-        grad: also keep gradients, in `.gradients`. The model goes on with copies of the values: what a module
-            does to its input in place, its caller does not see then.
-        before_edits: take values as they were before an `edit` that is active.
-        stop: end a forward pass of `model` as soon as each site was seen once in it; it returns None then,
-            if there was anything to leave out.
-        device: where the copies go; with "cpu" from a GPU through pinned memory, without waiting.
-        sink: is given key and value inside the forward pass: on the same device the value itself (copy or
-            consume it there), else the copy once it has arrived. Nothing is kept.
-        check_attention: compare softmax(scores) V with what the model computed, before raw, scores, pattern
-            or a statistic is given: all of the first call of each module, then two queries of each.
-        attention_bytes: the largest attention matrix to hold at once.
+        grad: also keep gradients, in `.gradients`. The model continues with copies of the values: a caller
+            does not see what a module does to its input in place.
+        before_edits: take values as they were before an active `edit`.
+        stop: end a forward pass of `model` after all sites; it returns None then, if it left anything out.
+        device: device of the copies; from a GPU to "cpu" through pinned memory, without waiting.
+        sink: function that takes key and value inside the forward pass: on the same device the value itself
+            (copy or consume it there), else its copy after it has arrived. Nothing is kept.
+        check_attention: compare softmax(scores) V with the model's output before raw, scores, pattern or a
+            statistic is returned: all of the first call of each module, then two queries of each call.
+        attention_bytes: size limit of an attention matrix in memory.
     """
     found, offload = find_sites(model, sites), Offload(device)
     if stop and is_sharded(model):
@@ -296,11 +294,11 @@ def capture(
 def each_attention(
     model: nn.Module, modules: str | Iterable[str], look: Callable[[str, AttentionCall], None]
 ) -> Iterator[None]:
-    """Give every call of scaled dot-product attention to a function, as edits left it; nothing is kept.
+    """Pass every call of scaled dot-product attention, after edits, to a function; nothing is kept.
 
-    `modules` are names with wildcards, such as `**.self_attn`; of nested ones the innermost is told. `look`
-    is given the name of the module (`name#k` for its k-th call but the first) and the call, which holds the
-    model's own tensors, under tensor parallelism those of this rank's heads: read what is needed, keep no
+    `modules` are names with wildcards, such as `**.self_attn`; of nested ones only the innermost counts.
+    `look` takes the name of the module (`name#k` from its second call on) and the call, which holds the
+    model's own tensors (under tensor parallelism those of this rank's heads): read them, and keep no
     reference. InterpError where a name fits no module, or no module called attention inside the `with`.
     """
     found, by_name = find_sites(model, modules), named_modules(model)

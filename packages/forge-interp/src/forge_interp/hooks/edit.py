@@ -1,4 +1,4 @@
-"""How what flows through a model is changed during the calls inside a `with`."""
+"""How can values in a model be changed during the calls inside a `with`?"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,15 +25,15 @@ Edit = Callable[[Tensor], Tensor]
 def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
     """Change values on their way; gradients flow through the edits.
 
-    Edits of one site are made in the order given, those of an outer `with` first. A capture sees the edited
+    Edits of one site apply in the given order, those of an outer `with` first. A capture sees the edited
     values unless it asks for those before. Attention can be edited at q, k, v, raw, scores, pattern and z;
     with raw, scores or pattern the attention of that module is computed densely. A backward pass that
-    recomputes parts (activation checkpointing) belongs inside the `with`, or they are recomputed without.
+    recomputes parts (activation checkpointing) must run inside the `with`, or it recomputes without edits.
 
-    `edits` is from site, or module for its output, to a function: given the value, it returns one of the same
-    shape and dtype, without changing its argument in place. InterpError where a site names no module, or was
-    not reached inside the `with`; an edit changes shape or dtype; or the value is only a part of the whole
-    because of tensor parallelism.
+    `edits` maps a site, or a module for its output, to a function from the value to a new value of the same
+    shape and dtype, which must not change its argument in place. InterpError where a site names no module or
+    was not reached inside the `with`, an edit changes shape or dtype, or tensor parallelism leaves only a
+    part of the value on this rank.
     """
     check_kind("edits", edits, Mapping, "a mapping from sites to functions")
     for site, change in edits.items():
@@ -76,9 +76,9 @@ def edit(model: nn.Module, edits: Mapping[Any, Edit]) -> Iterator[None]:
 
 
 def attention_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """[B, T] the mask for padding that a model is called with, if it is.
+    """Return the padding mask [B, T] that a model is called with, or None.
 
-    Raises InterpError: some is padding, and the model has a decoder with other positions.
+    InterpError: there is padding, and the positions of the decoder differ from those of the mask.
     """
     try:
         _, where, *_ = path = values.argument(module, args, kwargs, Site("", "kw", ("attention_mask",)))
@@ -121,14 +121,13 @@ def ablate(
     mean: Tensor | Mapping[str, Tensor] | None = None,
     seed: int = 0,
 ) -> Edit:
-    """Take away what a site says about its input.
+    """Remove the information about the input from a site.
 
     Args:
-        how: `zero`; `mean`: the mean that is given; `resample`: the value of another sample of the batch (no
-            sample keeps its own).
+        how: `zero`; `mean`: the given mean; `resample`: another sample's value, never its own.
         where: as in `patch`.
-        mean: for `mean`, broadcast to `old[where]`; or by site, as `site_means` gives it of some batches.
-        seed: for `resample`, of the order of the samples.
+        mean: for `mean`: a tensor that broadcasts to `old[where]`, or means by site from `site_means`.
+        seed: for `resample`: seed of the order of the samples.
     """
     if how not in ("zero", "mean", "resample"):
         raise InterpError(f"ablate({how!r}), expected 'zero', 'mean' or 'resample'")
@@ -155,13 +154,13 @@ def ablate(
 
 @dataclass(frozen=True, eq=False)
 class MeanAblation:
-    """An edit that puts in the mean of the site where it is: see `ablate`."""
+    """An edit that inserts the mean of the site where it is applied: see `ablate`."""
 
     where: Any
     means: Mapping[str, Tensor]
 
     def __call__(self, old: Tensor, site: Site | None = None) -> Tensor:
-        """The value with its mean in it; InterpError where there is none of this site."""
+        """Return the value with the mean in it; InterpError where this site has no mean."""
         key = str((site or Site("")).numbered(0))
         if key not in self.means:
             raise InterpError(f"there is no mean for {key!r}, but {', '.join(self.means)}; see site_means")
@@ -172,7 +171,7 @@ class MeanAblation:
 
 
 def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
-    """The dimensions of batch and positions of a site's value; InterpError where that is not known."""
+    """Return the dimensions of batch and positions of a site's value; InterpError where they are unknown."""
     if site is not None and site.part == "attn":
         dims = (0,) if site.path[0] in ("raw", "scores", "pattern") else (0, 2)
         return dims if value.ndim == 4 else tuple(dim - 1 for dim in dims if dim)
@@ -185,10 +184,9 @@ def mean_dims(value: Tensor, site: Site | None) -> tuple[int, ...]:
 
 
 def real_positions(value: Tensor, dims: tuple[int, ...], mask: Tensor, name: str) -> Tensor:
-    """A mask [B, T], or of the last T of more, as bool that broadcasts to a value averaged over `dims`.
+    """Return a mask [B, T] (or its last T) as bool that broadcasts to a value averaged over `dims`.
 
-    Rows [R, ...], of tokens or samples in an order that is not known, have a mask [R] of their own. Raises
-    InterpError: which places of the value are padding is not known.
+    Rows [R, ...] of tokens or samples in unknown order need a mask [R], else InterpError.
     """
     shape = [1] * value.ndim
     if value.ndim < 3 or 0 not in dims:

@@ -1,9 +1,9 @@
-"""Which places of a model a name stands for.
+"""Which places of a model does a name stand for?
 
 A site is `module[:part][#call]`: `layers.3.attention:out`, `layers.*:in`, `**.attn:attn.pattern`,
-`head:out#1`; keys of outputs that hold dots, colons or hashes stand in brackets: `head:out[a.b].0`. #k is the
-k-th time that the value arises since the `with` began, from 0. A module whose name holds a colon or a hash
-needs its part: `a:b:out`.
+`head:out#1`. Output keys with dots, colons or hashes stand in brackets: `head:out[a.b].0`. #k is the k-th
+time that the value arises since the `with` began, from 0. A module whose name has a colon or a hash needs
+its part: `a:b:out`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Site:
 
     @classmethod
     def parse(cls, text: str) -> Site:
-        """The site that a text names; InterpError where it does not follow the grammar."""
+        """Parse a site; InterpError where the text does not follow the grammar."""
         module, part, call = _SITE.fullmatch(text).groups()  # type: ignore[union-attr]
         if part is None and "#" in module:
             wrong = module.partition("#")[2]
@@ -57,7 +57,7 @@ class Site:
         return cls(module, kind, path, int(call) if call else None)
 
     def numbered(self, call: int) -> Site:
-        """The same place at one call; the first is written without a number."""
+        """Return the same place at one call; the first call has no number."""
         return self if self.call == (call or None) else replace(self, call=call or None)
 
     def __str__(self) -> str:
@@ -70,18 +70,18 @@ class Site:
 
 
 def spell(path: Iterable[str]) -> str:
-    """A path as the grammar has it: `.key`, or `[key]` for a key with dots, colons or hashes in it."""
+    """Write a path in the grammar: `.key`, or `[key]` for a key with dots, colons or hashes."""
     return "".join(f"[{key}]" if not key or re.search(r"[.:#\[]", key) else f".{key}" for key in path)
 
 
 def canonical(text: str) -> str:
-    """The key under which a site is stored: part written out, the first call without its number."""
+    """Return the key of a site: the part written out, the first call without its number."""
     site = Site.parse(text)
     return str(site.numbered(site.call or 0))
 
 
 def key_of(site: str, keys: Collection[str]) -> str:
-    """The one of the keys that a site is, however it is spelled; KeyError names near ones."""
+    """Return the key of a site in any spelling, among `keys`; KeyError names similar keys."""
     key = site if site in keys else canonical(site)
     if key in keys:
         return key
@@ -90,13 +90,13 @@ def key_of(site: str, keys: Collection[str]) -> str:
 
 
 class BySite(Mapping[str, Any]):
-    """Values by site, found under any spelling of it."""
+    """Values by site, in any spelling of the site."""
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self._values: dict[str, Any] = dict(values or {})
 
     def put(self, key: str, value: Any) -> None:
-        """Keep the value of a site, whose key is spelled as `canonical` does."""
+        """Keep the value of a site; `key` is spelled as by `canonical`."""
         self._values[key] = value
 
     def __getitem__(self, site: str) -> Any:
@@ -110,10 +110,10 @@ class BySite(Mapping[str, Any]):
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name without wrappers, shared ones under each of their names.
+    """Return modules by name without wrappers, shared modules under each of their names.
 
-    A checkpoint wrapper stands for what it wraps (it is called once, the inside again in the backward pass);
-    what `torch.compile` wrapped stands for itself, for it is that which runs.
+    A checkpoint wrapper stands for its module: it is called once, the module again in the backward pass. A
+    module inside a `torch.compile` wrapper stands for itself, because it is the one that runs.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -124,7 +124,7 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What a checkpoint wrapper wraps; any other module itself."""
+    """Return the module inside a checkpoint wrapper; any other module itself."""
     while hasattr(module, "_checkpoint_wrapped_module"):
         module = module._checkpoint_wrapped_module  # type: ignore[assignment]
     return module
@@ -133,9 +133,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def find_sites(
     model: nn.Module, patterns: str | nn.Module | Iterable[str | nn.Module]
 ) -> dict[str, list[Site]]:
-    """The sites that each pattern names, in the order of the model.
+    """Return the sites that each pattern names, in the order of the model.
 
-    Raises InterpError: a pattern names no module; lists near misses.
+    InterpError, which lists similar names: a pattern names no module.
     """
     check_kind("model", model, nn.Module, "an nn.Module")
     check_kind("sites", patterns, (str, nn.Module, Iterable), "texts such as 'layers.*:out', or modules")
@@ -157,12 +157,12 @@ def find_sites(
 
 
 def resolve(model: nn.Module, sites: str | nn.Module | Iterable[str | nn.Module]) -> dict[str, list[str]]:
-    """The sites that each pattern names, without a run; InterpError where one names no module."""
+    """Return the sites that each pattern names, without a run; InterpError where one names no module."""
     return {pattern: [str(site) for site in found] for pattern, found in find_sites(model, sites).items()}
 
 
 def _name_of(modules: Mapping[str, nn.Module], given: nn.Module) -> str:
-    """The output of a module as text; InterpError if it is none of these."""
+    """Return the site of a module's output; InterpError if the model has no such module."""
     check_kind("a site", given, nn.Module, "a text such as 'layers.*:out', or a module")
     for name, module in modules.items():
         if module is given or unwrapped(module) is given:
@@ -176,7 +176,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _fits(pattern: list[str], name: list[str]) -> bool:
-    """`*` is (part of) one component, `**` any number of them."""
+    """Match names: `*` is (part of) one component, `**` any number of components."""
     if not pattern:
         return not name
     if pattern[0] == "**":
@@ -185,7 +185,7 @@ def _fits(pattern: list[str], name: list[str]) -> bool:
 
 
 def _near(module: str, modules: Iterable[str]) -> str:
-    """The most similar names, numbers folded to `*`."""
+    """Return the most similar names, with numbers written as `*`."""
     kinds = sorted({re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules if name})
     last = module.rpartition(".")[2]
     near = get_close_matches(module, kinds, n=4, cutoff=0.5)

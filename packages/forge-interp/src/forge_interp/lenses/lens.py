@@ -1,6 +1,6 @@
 """What would the model predict if it stopped here?
 
-The logit lens reads a hidden state x of any site with the model's own end: logits = head(norm(x)).
+The logit lens reads a hidden state x of any site with the model's own final layers: logits = head(norm(x)).
 Letters: L sites, B batch, T tokens, D model dim, V vocabulary, k kept tokens.
 """
 
@@ -18,7 +18,7 @@ from forge_interp.lenses.unembedding import Readout, Unembedding
 from forge_interp.model_inputs import output_logits, run_model
 
 Decode = Callable[[str, Tensor], Tensor]
-"""(site, hidden [..., D]) -> logits [..., V]."""
+"""Function from (site, hidden [..., D]) to logits [..., V]."""
 
 _COPIES = 6
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
@@ -33,8 +33,8 @@ _REMEDY = (
 class LensResult:
     """Predictions of each site; the leading axes [...] are those of the hidden states, mostly [B, T].
 
-    `target_rank` counts the tokens with a higher logit than the target (0: it is the top one); it is -1, and
-    the log-probability NaN, where the target is negative.
+    `target_rank` counts the tokens with a higher logit than the target (0: the target is the top token).
+    Where the target is negative, the rank is -1 and the log-probability NaN.
     """
 
     sites: tuple[str, ...]  # L site keys, along the first axis of every tensor
@@ -61,28 +61,28 @@ def logit_lens(
     max_bytes: int = 1 << 28,
     **kwargs: Any,
 ) -> LensResult:
-    """Run the model once and read every site with its own final norm and head.
+    """Run the model once and read every site with the model's own final norm and head.
 
-    At the output of the last block the lens is the model's own prediction. With `check` this is tested in
-    every call: what the norm was given, sent through norm and head, must be the logits that the model
-    returned. It fails for a model that does more than norm and head at its end (Gemma-2's soft cap,
-    T5's and Granite's scale): then give `head` as a function that does it too, see `Unembedding`.
+    At the output of the last block the lens gives the model's own prediction. With `check` every call tests
+    this: norm and head, applied to the norm's input, must give the logits that the model returned. The test
+    fails for a model that does more at its end (Gemma-2's soft cap, T5's and Granite's scale): then give
+    `head` as a function that does it too, see `Unembedding`.
 
-    Activations of all sites are held, [L, B, T, D]; logits only for one site at a time, in pieces of
-    `max_bytes`, unless `keep_logits`.
+    Memory holds the activations of all sites, [L, B, T, D], and logits of one site at a time, in pieces of
+    `max_bytes` (all logits with `keep_logits`).
 
     Args:
         model: any module that returns logits (a tensor, `.logits`, or a tuple that starts with them).
-        sites: where to read, such as "layers.*:out"; values [..., D] with leading axes as the logits'.
-        *args: inputs of the model, and **kwargs.
-        norm: name or function of the final norm, and `head` of the unembedding; default: `Unembedding`.
-        head: see norm.
+        sites: sites to read, such as "layers.*:out"; values [..., D] with the leading axes of the logits.
+        *args: positional inputs of the model.
+        norm: name or function of the final norm; default: see `Unembedding`.
+        head: name or function of the unembedding; default: see `Unembedding`.
         targets: [...] integer, the token to rank at each position; negative ones are left out.
-        top_k: how many tokens to keep.
+        top_k: number of tokens to keep.
         keep_logits: also return all logits, L times [..., V].
         check: compare norm and head with the model's own logits.
-        max_bytes: how much the distributions in work may take at once.
-        **kwargs: see *args.
+        max_bytes: memory limit of the distributions in work.
+        **kwargs: named inputs of the model.
 
     Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
     """
@@ -108,10 +108,10 @@ def read_lens(
     keep_logits: bool = False,
     max_bytes: int = 1 << 28,
 ) -> LensResult:
-    """Read given activations {site: [..., D]}, all with the same leading axes, with a lens.
+    """Read activations {site: [..., D]}, which all have the same leading axes, with a lens.
 
-    `decode` gives the logits; for the logit lens, `lambda site, x: unembedding(x)` with an `Unembedding`.
-    `final` [..., V] are the model's own, for the divergence; options are those of `logit_lens`.
+    `decode` returns the logits; for the logit lens, `lambda site, x: unembedding(x)` with an `Unembedding`.
+    `final` [..., V] are the model's own logits, for the divergence; other options: see `logit_lens`.
     """
     shapes = {site: tuple(hidden.shape[:-1]) for site, hidden in activations.items()}
     shapes |= {} if final is None else {"the model's logits": tuple(final.shape[:-1])}
@@ -163,7 +163,7 @@ def _rows_at_once(logits: Tensor, top_k: int, max_bytes: int) -> int:
 
 
 def _summarize(logits: Tensor, top_k: int, final: Tensor | None, targets: Tensor | None) -> dict[str, Tensor]:
-    """[rows, V] -> {name: [rows] or [rows, k]}."""
+    """Reduce [rows, V] logits to {name: [rows] or [rows, k]}."""
     logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
     log_probs = logits.log_softmax(-1)
     top = log_probs.topk(top_k, dim=-1)

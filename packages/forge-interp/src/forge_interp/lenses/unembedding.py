@@ -23,19 +23,18 @@ _NAMES = {"head": HEAD_NAMES, "norm": NORM_NAMES}
 class Unembedding:
     """The model's own final norm followed by its own head: [..., D] -> [..., V].
 
-    Found by asking: the head is `model.get_output_embeddings()` (Hugging Face), else the one module nearest
-    to the root whose name is in `HEAD_NAMES`; the norm is the one module outside of the numbered blocks whose
-    name is in `NORM_NAMES`. Whatever the model does besides (soft caps, scales, a projection between the
-    two) is not found by names: give it as a function. For Gemma-2 with a cap of 30:
-    `head=lambda x: 30 * torch.tanh(model.lm_head(x) / 30)`. `norm_name` and `head_name` are None for a
-    function that is no module of the model.
+    The head is `model.get_output_embeddings()` (Hugging Face), else the one module nearest to the root whose
+    name is in `HEAD_NAMES`; the norm is the one module outside of the numbered blocks whose name is in
+    `NORM_NAMES`. Names do not reveal further steps (soft caps, scales, a projection between the two): give
+    these as a function, for a cap of 30 `head=lambda x: 30 * torch.tanh(model.lm_head(x) / 30)` (Gemma-2).
+    `norm_name` and `head_name` are None for a function that is no module of the model.
     """
 
     def __init__(self, model: nn.Module, norm: Readout | None = None, head: Readout | None = None) -> None:
-        """Find or take the two, each by its name or as a function.
+        """Find norm and head, or take them by name or as a function.
 
-        `norm=torch.nn.Identity()` is for a model without one. InterpError where nothing is found, several are
-        found (all are listed), a name is unknown, or a weight is sharded over a device mesh.
+        `norm=torch.nn.Identity()` is for a model without a norm. InterpError where no module or several (all
+        are listed) are found, a name is unknown, or a weight is sharded over a device mesh.
         """
         names = {id(module): name for name, module in named_modules(model).items()}
         self.head = _find(model, "head", head)
@@ -45,12 +44,12 @@ class Unembedding:
         _refuse_sharded(self.head, f"head {self.head_name or ''}")
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> logits [..., V]."""
+        """Turn [..., D] into logits [..., V]."""
         return self.head(self.norm(hidden))
 
 
 def _find(model: nn.Module, kind: str, given: Readout | None) -> Callable[[Tensor], Tensor]:
-    """What was given, or the one module with a usual name; of heads that which is nearest to the root."""
+    """Return `given`, or the one module with a usual name; among heads the nearest to the root."""
     if given is not None and not isinstance(given, str):
         return given
     modules = named_modules(model)

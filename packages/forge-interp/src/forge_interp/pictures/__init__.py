@@ -1,4 +1,4 @@
-"""Pictures of what this package finds: one page that needs no server, and static figures by matplotlib."""
+"""Pictures of results: one page that needs no server, and static figures by matplotlib."""
 
 from forge_interp.pictures.attention_page import attention_page
 from forge_interp.pictures.figures import (

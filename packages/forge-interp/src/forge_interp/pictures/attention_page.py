@@ -1,4 +1,4 @@
-"""How does one look at every head of every layer on every sequence, in a browser, from one file?
+"""How can one file show every head of every layer on every sequence in a browser?
 
 Letters: B batch, N heads, T queries, S keys.
 """
@@ -26,15 +26,15 @@ def attention_page(
     *,
     title: str = "Attention",
 ) -> Path:
-    """Write one HTML file that holds all weights; it opens without a server and asks no network.
+    """Write one HTML file with all weights; it needs neither server nor network.
 
     Choose row, site and head; point at a token to see what it attends to, or at the map for one weight. The
-    address keeps the choice (`#row/site/head/query`, from 0), so that a link says what to look at.
-    Weights are kept in steps of 1/65535: each is off by at most 7.7e-6. The file takes 2.7 bytes a weight.
+    address contains the choice (`#row/site/head/query`, from 0), so that a link shows the same view. Weights
+    are rounded to steps of 1/65535: the error is at most 7.7e-6. The file takes 2.7 bytes a weight.
 
-    `patterns` are {site: [B, N, T, S]} weights in [0, 1], as captured at `attn.pattern`; `tokens` B rows of
-    S words, of the keys, of which the last T are the queries. Returns the path. InterpError where a pattern
-    does not fit the tokens, is no weight, or there are more than 33 million.
+    `patterns` are {site: [B, N, T, S]} weights in [0, 1], as captured at `attn.pattern`; `tokens` are B rows
+    of S words, one per key, of which the last T are the queries. Returns the path. InterpError where a
+    pattern does not fit the tokens, is no weight, or there are more than 33 million weights.
     """
     sites = [{"name": site, **_encoded(site, value, tokens)} for site, value in patterns.items()]
     if not sites:
@@ -53,7 +53,7 @@ def attention_page(
 
 
 def _encoded(site: str, pattern: Tensor, tokens: Sequence[Sequence[str]]) -> dict[str, object]:
-    """The shape, and the weights as little-endian integers of 16 bits."""
+    """Return the shape, and the weights as little-endian integers of 16 bits."""
     shape = list(pattern.shape)
     lengths = {len(row) for row in tokens}
     if len(shape) != 4 or shape[0] != len(tokens) or lengths != {shape[-1]} or shape[2] > shape[3]:

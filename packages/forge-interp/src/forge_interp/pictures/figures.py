@@ -1,7 +1,7 @@
-"""What do patterns, patching, lenses, similarities, curves and dynamics look like?
+"""How do patterns, patching, lenses, similarities, curves and dynamics look?
 
-Each `draw_` returns a matplotlib Figure, which no window and no global list holds: `figure.savefig("x.svg")`;
-a notebook displays it. Letters: B batch, N heads, T queries, S keys, L sites or layers.
+Each `draw_` returns a matplotlib Figure without a window or global state: `figure.savefig("x.svg")`; a
+notebook displays it. Letters: B batch, N heads, T queries, S keys, L sites or layers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,9 +27,9 @@ _LENS = {
 def draw_attention(pattern: Tensor, tokens: Sequence[str], *, title: str = "", columns: int = 4) -> Any:
     """Draw every head of one sequence: a row for each query, a column for each key, black is 1.
 
-    `pattern` are weights [N, T, S] of one sequence, `acts["layers.1.attention:attn.pattern"][0]`, `tokens` S
-    words, of the keys, of which the last T are the queries; `columns` heads stand side by side. InterpError
-    where they do not fit.
+    `pattern` are weights [N, T, S] of one sequence, `acts["layers.1.attention:attn.pattern"][0]`; `tokens`
+    are S words, one per key, of which the last T are the queries; `columns` heads stand side by side.
+    InterpError where pattern and tokens do not fit.
     """
     if pattern.ndim != 3 or not 0 < pattern.shape[1] <= pattern.shape[2] == len(tokens):
         raise InterpError(
@@ -50,8 +50,8 @@ def draw_attention(pattern: Tensor, tokens: Sequence[str], *, title: str = "", c
 def draw_patching(table: PatchingTable, *, normalized: bool = False, columns: int = 4) -> Any:
     """Draw the effect of every place: sites by places, or a bar for each site where sites are not divided.
 
-    A table with three axes has one panel for each site, `columns` side by side. `normalized`: 0 is no effect,
-    1 brings the clean metric back; otherwise the metric's own units.
+    A table with three axes has one panel for each site, `columns` side by side. With `normalized`, 0 is no
+    effect and 1 brings the clean metric back; else effects are in units of the metric.
     """
     values = table.normalized if normalized else table.effect
     label = "share of the clean metric brought back" if normalized else "effect (units of the metric)"
@@ -84,11 +84,10 @@ def draw_lens(
     value: str = "target_log_prob",
     decode: Callable[[int], str] = str,
 ) -> Any:
-    """Draw what each site predicts at each position: the likeliest token is written, the colour is a value.
+    """Draw what each site predicts at each position: the likeliest token as text, a value as colour.
 
-    `result` is of [B, T] tokens, `tokens` are the T words of the inputs of `row`; `value` is
-    "target_log_prob", "target_rank", "entropy" or "kl"; `decode` makes a word of an id. InterpError where the
-    result has no such value or row.
+    `result` has [B, T] positions, `tokens` are the T input words of `row`; `value` is "target_log_prob",
+    "target_rank", "entropy" or "kl"; `decode` turns an id into a word. InterpError: no such value or row.
     """
     values = getattr(result, value) if value in _LENS else None
     if values is None:
@@ -108,9 +107,9 @@ def draw_lens(
 
 
 def draw_similarity(similarity: LayerSimilarity, *, rows: str = "", columns: str = "") -> Any:
-    """Draw one number for each pair of layers, yellow is 1; up to 16 layers have it written in their cell.
+    """Draw one number for each pair of layers, yellow is 1; up to 16 layers also show it as text.
 
-    `rows` and `columns` say what these are layers of.
+    `rows` and `columns` name the models of these layers.
     """
     values = similarity.values
     is_few = max(values.shape) <= 16
@@ -128,10 +127,10 @@ def draw_similarity(similarity: LayerSimilarity, *, rows: str = "", columns: str
 def draw_layers(
     layers: Sequence[str], curves: Mapping[str, Any], *, unit: str, chance: float | None = None
 ) -> Any:
-    """Draw a number for each layer; repeats (folds, seeds, subjects) become a mean and a standard deviation.
+    """Draw a number for each layer; repeats (folds, seeds, subjects) become mean and standard deviation.
 
     `curves` are {label: [L] or [L, repeats]}, such as `{"probe": curve.scores, "control": curve.control}`, in
-    `unit` (`curve.unit`); `chance` is a dashed line. InterpError where a curve has not one entry a layer.
+    `unit` (`curve.unit`); `chance` is a dashed line. InterpError where a curve has another length than L.
     """
     figure, (place,) = _panels(1, 1, max(4.0, 2 + 0.5 * len(layers)), 3.2)
     names = [_short(layer) for layer in layers]
@@ -150,10 +149,10 @@ def draw_layers(
 def draw_sweep(
     strengths: Sequence[float], curves: Mapping[str, Any], *, unit: str, strength: str = "strength"
 ) -> Any:
-    """Draw what steering does: numbers by the strength of the vector that is added; 0 is the model as it is.
+    """Draw the effect of steering: numbers by the strength of the added vector; 0 is the unchanged model.
 
     `curves` are {label: [n] or [n, repeats]} at n `strengths`, in any order, such as the log-probability of a
-    word, in `unit`; `strength` says what the factors are. InterpError where a curve has another length.
+    word, in `unit`; `strength` names the factors. InterpError where a curve has another length.
     """
     figure, (place,) = _panels(1, 1, 5.0, 3.2)
     x = np.asarray(strengths, dtype=float)
@@ -170,10 +169,10 @@ def draw_sweep(
 
 
 def draw_dynamics(found: TrainingDynamics) -> Any:
-    """Draw what became of layers and heads while a model trained; steps are logarithmic from 1 on.
+    """Draw how layers and heads change while a model trains; steps are logarithmic from 1 on.
 
-    On the left CKA of each layer with itself at the last step, on the right the induction score of each head,
-    of which the five that end highest are named.
+    On the left is the CKA of each layer with itself at the last step, on the right the induction score of
+    each head; the five heads with the highest final score are named.
     """
     figure, axes = _panels(2 if found.heads else 1, 2, 9.0 if not found.heads else 4.5, 3.4)
     for site, curve in zip(found.layers, found.cka.T, strict=True):
@@ -192,7 +191,7 @@ def draw_dynamics(found: TrainingDynamics) -> Any:
 
 
 def _panels(count: int, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure with `count` axes of so many inches each, `columns` side by side, and the axes."""
+    """Make a figure with `count` axes of this size in inches, `columns` side by side, and the axes."""
     columns = min(columns, count)
     rows = -(-count // columns)
     library = optional("matplotlib.figure", "a picture", "pictures")
@@ -201,7 +200,7 @@ def _panels(count: int, columns: int, width: float, height: float) -> tuple[Any,
 
 
 def _short(site: str) -> str:
-    """A site without what all pictures would repeat: "layers.3:out" -> "layers.3"."""
+    """Shorten a site by the part that all pictures would repeat: "layers.3:out" -> "layers.3"."""
     return site.removesuffix(":out")
 
 
@@ -215,7 +214,7 @@ def _draw_table(
     ticks: int = 32,
     **colours: Any,
 ) -> Any:
-    """Draw [rows, columns] as colours, the first row above, NaN without one; `cells` are written into them.
+    """Draw [rows, columns] as colours, the first row on top, no colour for NaN, with `cells` as texts.
 
     Every second, third, ... label is written where there are more than `ticks`. Returns the image.
     """
@@ -239,13 +238,13 @@ def _draw_table(
 
 
 def _visible(text: str) -> str:
-    """A token as it can be seen: ends of lines, tabs and spaces have signs; `$` is no mathematics."""
+    """Make a token visible: line ends, tabs and spaces become signs; `$` starts no mathematics."""
     shown = text.replace("\n", "\u21b5").replace("\t", "\u21e5").replace("$", r"\$")
     return shown if shown.strip() else shown.replace(" ", "\u2423")
 
 
 def _points(curves: Mapping[str, Any], count: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Labels and [count, repeats]."""
+    """Yield labels and [count, repeats]."""
     for label, values in curves.items():
         points = np.asarray(values, dtype=float)
         if points.ndim not in (1, 2) or len(points) != count:

@@ -1,4 +1,4 @@
-"""Which layer predicts recordings of a brain? From words with onsets to held-out scores of voxels."""
+"""Which layer predicts recordings of a brain? From words with onsets to scores of held-out voxels."""
 
 from forge_interp.recordings.encoding import EncodingScores, encode, noise_ceiling
 from forge_interp.recordings.words import (

@@ -20,7 +20,7 @@ _TARGETS = 2048  # voxels, or permutations of them, that are predicted at once
 
 @dataclass(frozen=True)
 class EncodingScores:
-    """Scores of each held-out run; both take a run's recordings and predictions without their means."""
+    """Scores of each held-out run, after the run's means of recordings and predictions are subtracted."""
 
     bands: tuple[str, ...]
     r: np.ndarray  # [F, V] correlation; NaN where a voxel or its prediction is constant
@@ -54,29 +54,29 @@ def encode(
     block: int = 10,
     seed: int = 0,
 ) -> EncodingScores:
-    """Fit ridge regression to all runs but one, and score it on that one; with several bands, banded ridge.
+    """Fit ridge regression to all runs but one and score it on that run; several bands: banded ridge.
 
-    Of a fold, the other runs alone decide the scale of features, and the penalties of each voxel: those
-    with which each of these runs, left out in turn, is predicted best. It runs on the backend of himalaya
+    In each fold the other runs alone decide the scale of features and the penalties of each voxel: those that
+    predict each of these runs best from the rest. It runs on the backend of himalaya
     (`himalaya.backend.set_backend("torch_cuda")`), in float64.
 
-    A p value is the share of permutations, in which blocks of scans are shuffled within their run, with a
-    mean r at least as large. With one test run its recordings are shuffled; with several, each is in the fit
-    of the others, and the whole fit is made anew for each permutation.
+    A p value is the share of permutations with a mean r at least as large; they shuffle blocks of scans
+    within their run. With one test run its recordings are shuffled; with several, each run is in the fit of
+    the others, and each permutation repeats the whole fit.
 
     Args:
         bands: features [S, D] at the scans, or several by name.
         recordings: [S, V].
         runs: [S] the run of each scan; at least 3, each side by side and in order of time.
-        test_runs: those to hold out in turn; default all.
-        delays: scans by which features are delayed; (1, 2, 3, 4) leaves the response to the regression, (0,)
-            is for features that were convolved with it.
-        alphas: penalties to choose from; default 0.1 to 1e7. A band of weight w has alpha / w.
-        draws: of the weights of the bands, from Dirichlet distributions of concentration 0.1 and 1; the
-            first is equal weights.
-        permutations: 0 for no p values.
-        block: scans of a block, longer than the recordings remember.
-        seed: of the draws and permutations.
+        test_runs: runs to hold out in turn; default all.
+        delays: scans by which features are delayed; with (1, 2, 3, 4) the regression fits the response, (0,)
+            is for features that are already convolved with it.
+        alphas: candidate penalties; default 0.1 to 1e7. A band of weight w has alpha / w.
+        draws: number of draws of band weights, from Dirichlet distributions of concentration 0.1 and 1; the
+            first draw has equal weights.
+        permutations: number of permutations; 0 for no p values.
+        block: scans of a block; choose it longer than the autocorrelation of the recordings.
+        seed: seed of the draws and permutations.
 
     InterpError where shapes, runs or values do not fit. Source: Nunez-Elizalde et al. 2019 (NeuroImage
     197:482), Dupre la Tour et al. 2022 (NeuroImage 264:119728).
@@ -106,9 +106,9 @@ def encode(
 
 
 def noise_ceiling(repeats: Array, runs: Labels) -> np.ndarray:
-    """The correlation [V] that a perfect model would have with the mean of repeats [R, S, V]; at least 0.
+    """Estimate the correlation [V] of a perfect model with the mean of repeats [R, S, V]; at least 0.
 
-    The square root of its reliability: the share of the variance within runs that is signal.
+    It is the square root of the mean's reliability: the share of signal in the variance within runs.
     Source: Sahani and Linden 2003 (NeurIPS 15, eq. 1), as Cronbach's alpha of the repeats.
     """
     y, numbers = np.asarray(as_labels(repeats), dtype=np.float64), as_runs(runs)
@@ -122,7 +122,7 @@ def noise_ceiling(repeats: Array, runs: Labels) -> np.ndarray:
 
 
 def _folds(problem: _Problem, y: np.ndarray) -> EncodingScores:
-    """The scores of recordings [S, V], without p values."""
+    """Return the scores of recordings [S, V], without p values."""
     predictions, scores = np.full(y.shape, np.nan), []
     for run in problem.held_out:
         test = problem.runs == run
@@ -139,7 +139,7 @@ def _folds(problem: _Problem, y: np.ndarray) -> EncodingScores:
 
 
 def _fit(problem: _Problem, y: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What each band adds [B, test scans, V] to the mean of the other runs, and its penalties [B, V]."""
+    """Return each band's addition [B, test scans, V] to the mean of the other runs, and penalties [B, V]."""
     from himalaya.kernel_ridge import solve_multiple_kernel_ridge_random_search
     from himalaya.ridge import solve_group_ridge_random_search
     from sklearn.model_selection import PredefinedSplit
@@ -173,7 +173,7 @@ def _fit(problem: _Problem, y: np.ndarray, test: np.ndarray) -> tuple[np.ndarray
 def _p_values(
     problem: _Problem, y: np.ndarray, found: EncodingScores, permutations: int, block: int, seed: int
 ) -> np.ndarray:
-    """[V] share of permutations, and the recordings as they are, with a mean r at least as large."""
+    """Return [V], the share of permutations (and the unshuffled data) with a mean r at least as large."""
     random = np.random.default_rng(seed)
     actual = found.r.mean(0)
     orders = [_shuffled_blocks(problem.runs, block, random) for _ in range(permutations)]
@@ -191,7 +191,7 @@ def _p_values(
 
 
 def _shuffled_blocks(runs: np.ndarray, block: int, random: np.random.Generator) -> np.ndarray:
-    """[S] scans in another order: blocks of scans side by side, shuffled within each run."""
+    """Return [S] scans with blocks of neighbouring scans shuffled within each run."""
     order = []
     for run in range(runs[-1] + 1):
         scans = np.flatnonzero(runs == run)
@@ -201,14 +201,14 @@ def _shuffled_blocks(runs: np.ndarray, block: int, random: np.random.Generator) 
 
 
 def _correlation(guess: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """[V] Pearson's r of two [S, V]; NaN where one does not vary."""
+    """Return [V], Pearson's r of two [S, V]; NaN where one does not vary."""
     a, b = guess - guess.mean(0), actual - actual.mean(0)
     with np.errstate(invalid="ignore", divide="ignore"):
         return (a * b).sum(0) / np.sqrt((a**2).sum(0) * (b**2).sum(0))
 
 
 def _held_out(labels: np.ndarray, numbers: np.ndarray, test_runs: Sequence[object] | None) -> list[int]:
-    """Numbers of the runs to hold out."""
+    """Return the numbers of the runs to hold out."""
     names = [labels[numbers == number][0] for number in range(numbers[-1] + 1)]
     chosen = names if test_runs is None else list(test_runs)
     if len(names) < 3 or not chosen or any(run not in names for run in chosen):

@@ -1,4 +1,4 @@
-"""How do the words of a transcript become samples of a model, and its rows features of scans?
+"""How do words of a transcript become samples of a model, and their rows features of scans?
 
 Letters: W words, T tokens, R rows, S scans, D features, L delays.
 """
@@ -22,13 +22,13 @@ Response = Callable[[np.ndarray], np.ndarray]
 def word_samples(words: Sequence[str], tokenize: Tokenize, *, before: int | None) -> list[dict[str, Tensor]]:
     """Make samples for `extract_representations` of the W words of one transcript, joined by spaces.
 
-    Each sample has `input_ids` [T], and `word` [T]: 1 + the number of the word at tokens of a word whose
-    rows are wanted, 0 at its context and at special tokens. `where="word"` extracts the former alone.
+    Each sample has `input_ids` [T], and `word` [T]: 1 + the index of the word at tokens whose rows are
+    wanted, 0 at context and special tokens. `where="word"` extracts only the wanted rows.
 
-    `tokenize(text, return_offsets_mapping=True)` gives `input_ids` and `offset_mapping`, the letters [start,
-    end) of each token, as fast tokenizers of Hugging Face do. A sample is a word and up to `before` words
-    before it: W samples, each with one word; None: one sample with all words. InterpError: a word has no
-    letters, or no token of its own: it is cut off, or shares one with a word before it.
+    `tokenize(text, return_offsets_mapping=True)` returns `input_ids` and `offset_mapping`, the letters
+    [start, end) of each token, as fast tokenizers of Hugging Face do. A sample is a word and up to `before`
+    words before it: W samples, each with one wanted word; None: one sample with all words. InterpError: a
+    word has no letters, or no token of its own (it is cut off, or shares its token with an earlier word).
     """
     if not words or (before is not None and before < 0):
         raise InterpError(f"{len(words)} words, before is {before}; expected at least 1 word and 0 or None")
@@ -38,7 +38,7 @@ def word_samples(words: Sequence[str], tokenize: Tokenize, *, before: int | None
 
 
 def _sample(words: Sequence[str], start: int, first: int, tokenize: Tokenize) -> dict[str, Tensor]:
-    """Words [start, W) as one sample, in which those from `first` on are wanted."""
+    """Make one sample of words [start, W), of which those from `first` on are wanted."""
     encoded = tokenize(" ".join(words[start:]), return_offsets_mapping=True)
     if "offset_mapping" not in encoded:
         raise InterpError(f"tokenize gave {', '.join(encoded)}; expected input_ids and offset_mapping")
@@ -62,7 +62,7 @@ def pool_words(rows: Array, word: Labels, how: str = "mean") -> Tensor:
     """Reduce rows of tokens to rows of words, [W, D] in their order, in the dtype of `rows`.
 
     `rows` [R, D] were extracted with `where="word"` and `keep="word"`; `word` [R] is `store.kept("word")`:
-    positive numbers, those of one word side by side. `how` is "mean", "last", "first" or "max".
+    positive numbers, equal ones side by side. `how` is "mean", "last", "first" or "max".
     """
     values, numbers = as_matrix(rows, "rows", dtype=None), torch.as_tensor(as_labels(word))
     names, counts = numbers.unique_consecutive(return_counts=True)
@@ -76,10 +76,10 @@ def pool_words(rows: Array, word: Labels, how: str = "mean") -> Tensor:
 
 
 def canonical_response(seconds: np.ndarray) -> np.ndarray:
-    """The blood response to a moment, this long before: a peak at 5 s, an undershoot at 15 s, integral 1.
+    """Return the blood response `seconds` after an event: peak at 5 s, undershoot at 15 s, integral 1.
 
-    The difference of two gamma densities, of shapes 6 and 16 and rate 1 a second, the second a sixth of the
-    first. Source: SPM, `spm_hrf` with its default parameters (Friston et al. 1998, NeuroImage 7:30).
+    The difference of two gamma densities, of shapes 6 and 16 and rate 1 per second; the second is weighted
+    by 1/6. Source: SPM, `spm_hrf` with its default parameters (Friston et al. 1998, NeuroImage 7:30).
     """
     t = np.clip(seconds, 0, 200)  # where it is 0 in float64
     peak, undershoot = (t ** (k - 1) * np.exp(-t) / factorial(k - 1) for k in (6, 16))
@@ -87,9 +87,9 @@ def canonical_response(seconds: np.ndarray) -> np.ndarray:
 
 
 def lanczos(interval_s: float, lobes: int = 3) -> Response:
-    """The low-pass filter of Huth et al. 2016 (Nature 532:453) for scans that are `interval_s` apart.
+    """Make the low-pass filter of Huth et al. 2016 (Nature 532:453) for scans `interval_s` apart.
 
-    It has no delay: the response is left to `encode(..., delays=)`.
+    It has no delay: `encode(..., delays=)` models the response.
     """
 
     def response(seconds: np.ndarray) -> np.ndarray:
@@ -102,10 +102,10 @@ def lanczos(interval_s: float, lobes: int = 3) -> Response:
 def at_scans(
     features: Array, onsets: Array, scan_times: Array, response: Response = canonical_response
 ) -> np.ndarray:
-    """Convolve words at their onsets with a response, read at the scans of one run: exact, on no grid.
+    """Convolve words at their onsets with a response, exactly, and read it at the scans of one run.
 
     `features` [W, D] of words at `onsets` [W] in seconds, in any order; `scan_times` [S] on the same clock;
-    `response` of [S, W] seconds after the onset. Returns [S, D] float64: sum over words of
+    `response` takes [S, W] seconds after the onset. Returns [S, D] float64: sum over words of
     response(scan - onset) x features.
     """
     x = as_matrix(features, "features").cpu().numpy()
@@ -119,11 +119,11 @@ def at_scans(
 
 
 def delayed(features: Array, delays: Sequence[int], runs: Labels) -> np.ndarray:
-    """Copy features to later scans of the same run, 0 where the run had not begun (finite impulse response).
+    """Copy features to later scans of the same run, 0 before its begin (finite impulse response).
 
-    `features` [S, D]; L `delays` in scans, negative ones bring later features to earlier scans; `runs` [S]
-    the run of each scan, whose scans stand side by side, in order of time. Returns [S, L D] float64: the
-    features of the first delay, then those of the next.
+    `features` [S, D]; L `delays` in scans, negative ones move features to earlier scans; `runs` [S] is the
+    run of each scan, whose scans stand side by side, in order of time. Returns [S, L D] float64: the features
+    of the first delay, then those of the next.
     """
     x, labels = as_matrix(features, "features").cpu().numpy(), as_runs(runs)
     copies = []
@@ -136,7 +136,7 @@ def delayed(features: Array, delays: Sequence[int], runs: Labels) -> np.ndarray:
 
 
 def as_runs(runs: Labels) -> np.ndarray:
-    """[S] the number of each scan's run, from 0 in their order; InterpError where a run is in pieces."""
+    """Number the run of each scan, [S], from 0 in order; InterpError where a run is in pieces."""
     labels = as_labels(runs)
     begins = np.append(True, labels[1:] != labels[:-1]) if labels.ndim == 1 else np.zeros(0, dtype=bool)
     if labels.ndim != 1 or begins.sum() != len(np.unique(labels)):

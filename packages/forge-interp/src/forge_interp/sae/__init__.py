@@ -1,4 +1,4 @@
-"""Which features does a site hold? Sparse autoencoders and transcoders: load, train, splice, measure."""
+"""Which features does a site have? Sparse autoencoders and transcoders: load, train, splice, measure."""
 
 from forge_interp.sae.autoencoder import SAEConfig, SparseAutoencoder
 from forge_interp.sae.formats import load_sae, save_sae

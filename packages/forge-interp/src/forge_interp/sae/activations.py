@@ -1,4 +1,4 @@
-"""Which features are active, and what does training add to the loss so that they are few?
+"""Which features are active, and which loss terms keep them few?
 
 Parameters and formulas are those of SAELens 6 (sae_lens/saes/*.py). Letters: R rows, D input dim, F features.
 """
@@ -16,43 +16,43 @@ if TYPE_CHECKING:
     from forge_interp.sae.autoencoder import SparseAutoencoder
 
 Reduce = Callable[[Tensor], Tensor]
-"""[n] of this rank -> those of all ranks, one after another."""
+"""Function from [n] of this rank to the concatenation over all ranks."""
 
 
 @dataclass(frozen=True)
 class Penalty:
-    """How training keeps features sparse; fields that an activation does not use are ignored by it."""
+    """How training keeps features sparse; an activation ignores fields that it does not use."""
 
-    coefficient: float = 1.0  # of the L1 (relu, gated) or L0 (jumprelu) penalty, after its warm-up
-    bandwidth: float = 0.05  # of the straight-through estimator (jumprelu)
+    coefficient: float = 1.0  # factor of the L1 (relu, gated) or L0 (jumprelu) penalty, after its warm-up
+    bandwidth: float = 0.05  # width of the straight-through estimator (jumprelu)
     pre_act: float = 0.0  # pulls the pre-activations of dead features up to the threshold (jumprelu)
-    auxiliary: float = 1.0  # of the loss of dead features that explain the error (topk, batch_topk)
+    auxiliary: float = 1.0  # factor of the loss of dead features that explain the error (topk, batch_topk)
 
 
 class _Relu:
-    """Bricken et al. 2023: relu, and an L1 penalty weighed by the norms of decoder rows."""
+    """Bricken et al. 2023: relu, and an L1 penalty weighted by the norms of decoder rows."""
 
     initial = {"b_enc": 0.0}
 
     def pre(self, sae: SparseAutoencoder, linear: Tensor) -> Tensor:
-        """[R, F] pre-activations of `linear` = input @ W_enc."""
+        """Return [R, F] pre-activations of `linear` = input @ W_enc."""
         return linear + sae.b_enc
 
     def infer(self, sae: SparseAutoencoder, pre: Tensor) -> Tensor:
-        """[..., F] features of a model that is not trained."""
+        """Return [..., F] features outside of training."""
         return pre.relu()
 
     def train(self, sae: SparseAutoencoder, pre: Tensor, penalty: Penalty, reduce: Reduce) -> Tensor:
-        """[R, F] features of a batch, with gradients."""
+        """Return [R, F] features of a batch, with gradients."""
         return self.infer(sae, pre)
 
     def losses(self, sae: SparseAutoencoder, batch: Batch, penalty: Penalty) -> Tensor:
-        """[R], what is added to the squared error of each row."""
+        """Return [R], the addition to the squared error of each row."""
         return penalty.coefficient * (batch.acts * sae.W_dec.norm(dim=1)).sum(-1)
 
 
 class _TopK(_Relu):
-    """Gao et al. 2024, arXiv:2406.04093: the k largest of a row; dead features explain what is left."""
+    """Gao et al. 2024, arXiv:2406.04093: the k largest of a row; dead features explain the rest."""
 
     def pre(self, sae: SparseAutoencoder, linear: Tensor) -> Tensor:
         pre = linear + sae.b_enc
@@ -63,7 +63,7 @@ class _TopK(_Relu):
         return torch.zeros_like(pre).scatter(-1, top.indices, top.values.relu())
 
     def losses(self, sae: SparseAutoencoder, batch: Batch, penalty: Penalty) -> Tensor:
-        """[R], ibid. A.2 and B.1: the D / 2 largest dead features of a row, set against its error."""
+        """Return [R], ibid. A.2 and B.1: a row's D / 2 largest dead features, compared with its error."""
         num_dead, most = int(batch.dead.sum()), batch.inputs.shape[-1] // 2
         if not num_dead or not penalty.auxiliary:
             return batch.acts.new_zeros(len(batch.acts))
@@ -75,10 +75,10 @@ class _TopK(_Relu):
 
 
 class _BatchTopK(_TopK):
-    """Bussmann et al. 2024, arXiv:2412.06410: the k R largest of a batch; of single rows a threshold."""
+    """Bussmann et al. 2024, arXiv:2412.06410: the k R largest of a batch; a threshold for single rows."""
 
     def infer(self, sae: SparseAutoencoder, pre: Tensor) -> Tensor:
-        """[..., F] by the threshold: the running mean of the least active feature of training batches."""
+        """Return [..., F] above the threshold: the running mean of the least active feature of a batch."""
         return pre.relu() * (pre > sae.topk_threshold.to(pre.dtype))
 
     def train(self, sae: SparseAutoencoder, pre: Tensor, penalty: Penalty, reduce: Reduce) -> Tensor:
@@ -102,11 +102,11 @@ class _JumpRelu(_Relu):
         return pre.relu() * (pre > sae.threshold)
 
     def train(self, sae: SparseAutoencoder, pre: Tensor, penalty: Penalty, reduce: Reduce) -> Tensor:
-        """[R, F], with the straight-through gradient of the threshold (eq. 11)."""
+        """Return [R, F], with the straight-through gradient of the threshold (eq. 11)."""
         return _Jump.apply(pre, sae.threshold, penalty.bandwidth, False)  # type: ignore[return-value]
 
     def losses(self, sae: SparseAutoencoder, batch: Batch, penalty: Penalty) -> Tensor:
-        """[R], eq. 9 and 12, and SAELens' `pre_act_loss` on dead features."""
+        """Return [R], eq. 9 and 12, and SAELens' `pre_act_loss` on dead features."""
         active: Any = _Jump.apply(batch.pre, sae.threshold, penalty.bandwidth, True)
         loss = penalty.coefficient * active.sum(-1)
         if penalty.pre_act:
@@ -116,7 +116,7 @@ class _JumpRelu(_Relu):
 
 
 class _Gated(_Relu):
-    """Rajamanoharan et al. 2024, arXiv:2404.16014: which features are active, and how much, apart."""
+    """Rajamanoharan et al. 2024, arXiv:2404.16014: separate gate and magnitude of each feature."""
 
     initial = {"b_gate": 0.0, "b_mag": 0.0, "r_mag": 0.0}
 
@@ -127,7 +127,7 @@ class _Gated(_Relu):
         return (pre + sae.b_gate > 0) * (pre * sae.r_mag.exp() + sae.b_mag).relu()
 
     def losses(self, sae: SparseAutoencoder, batch: Batch, penalty: Penalty) -> Tensor:
-        """[R], eq. 8: L1 of the gate, and the error of what the gate alone makes."""
+        """Return [R], eq. 8: L1 of the gate, and the error of the reconstruction by the gate alone."""
         gate = (batch.pre + sae.b_gate).relu()
         error = (gate @ sae.W_dec + sae.b_dec - batch.target).square().sum(-1)
         return penalty.coefficient * (gate * sae.W_dec.norm(dim=1)).sum(-1) + error
@@ -140,10 +140,10 @@ ACTIVATIONS: dict[str, _Relu] = dict(
 
 @dataclass(frozen=True)
 class Batch:
-    """What a training step has computed for its rows."""
+    """Rows of a training step, with features and outputs."""
 
     inputs: Tensor  # [R, D]
-    target: Tensor  # [R, D'], what is to be reconstructed
+    target: Tensor  # [R, D'], to be reconstructed
     pre: Tensor  # [R, F]
     acts: Tensor  # [R, F]
     output: Tensor  # [R, D']
@@ -151,7 +151,7 @@ class Batch:
 
 
 class _Jump(torch.autograd.Function):
-    """x (with `counts` 1) where x > threshold, else 0; gradients of counts go to the threshold only."""
+    """x (1 with `counts`) where x > threshold, else 0; with `counts` only the threshold has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, threshold: Tensor, bandwidth: float, counts: bool) -> Tensor:

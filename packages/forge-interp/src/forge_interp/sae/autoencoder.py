@@ -21,7 +21,7 @@ _EPS = 1e-5
 
 @dataclass(frozen=True)
 class SAEConfig:
-    """What an autoencoder is; InterpError, listing all, where values contradict each other."""
+    """Shape and options of an autoencoder; InterpError lists all values that contradict each other."""
 
     d_in: int
     d_sae: int  # F
@@ -30,13 +30,13 @@ class SAEConfig:
     skip: bool = False  # whether a transcoder adds a linear map of its input
     k: float | None = None  # active features of a row (topk), on average (batch_topk)
     apply_b_dec_to_input: bool = True  # whether the input is taken relative to b_dec; not by a transcoder
-    normalize_activations: str = "none"  # of the input; the output is brought back
+    normalize_activations: str = "none"  # how the input is normalised; the output is brought back
     rescale_acts_by_decoder_norm: bool = False  # topk, batch_topk: choose as if decoder rows had norm 1
     reshape_activations: str = "none"  # "hook_z": inputs [..., N, H] are taken as [..., N H]
-    metadata: dict[str, Any] = field(default_factory=dict)  # of a file, as it was there
+    metadata: dict[str, Any] = field(default_factory=dict)  # metadata of the file, unchanged
 
     def __post_init__(self) -> None:
-        """Look at all fields."""
+        """Check all fields."""
         is_topk, is_transcoder = self.activation in ("topk", "batch_topk"), self.d_out is not None
         is_whole = self.activation != "topk" or self.k == int(self.k or 0)
         k_fits = is_whole and 1 <= (self.k or 0) <= self.d_sae if is_topk else self.k is None
@@ -59,9 +59,9 @@ class SAEConfig:
 class SparseAutoencoder(nn.Module):
     """Encodes [..., D] into features [..., F] and decodes them; `sae(x)` does both.
 
-    In evaluation and training mode alike it computes what it is used for; `forge_interp.sae.training` trains
-    it. It computes in the dtype of its weights. Parameters W_enc [D, F], W_dec [F, D'], b_dec [D'], and by
-    `activation` b_enc, threshold, b_gate, b_mag, r_mag [F]; W_skip [D', D].
+    Training mode changes nothing; `forge_interp.sae.training` trains it. It computes in the dtype of its
+    weights. Parameters W_enc [D, F], W_dec [F, D'], b_dec [D'], and by `activation` b_enc, threshold, b_gate,
+    b_mag, r_mag [F]; W_skip [D', D].
     """
 
     W_enc: nn.Parameter
@@ -79,7 +79,7 @@ class SparseAutoencoder(nn.Module):
     def __init__(
         self, config: SAEConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32, device: Any = None
     ) -> None:
-        """Random weights: decoder rows of norm 0.1, the encoder its transpose (not of a transcoder)."""
+        """Draw random weights: decoder rows of norm 0.1, the encoder its transpose (not in transcoders)."""
         super().__init__()
         check_kind("config", config, SAEConfig, "an SAEConfig")
         self.config = config
@@ -99,14 +99,13 @@ class SparseAutoencoder(nn.Module):
             self.register_buffer("topk_threshold", torch.zeros((), dtype=torch.float64, device=device))
 
     def encode(self, x: Tensor) -> Tensor:
-        """[..., D] (or [..., N, H] for hook_z) -> features [..., F]."""
+        """Encode [..., D] (or [..., N, H] for hook_z) into features [..., F]."""
         return self.activation.infer(self, self.pre(x))
 
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
-        """Features [..., F] -> [..., D'].
+        """Decode features [..., F] into [..., D'].
 
-        `x`, the input, is needed where it was normalised by its own size, or goes past the features (`skip`);
-        InterpError without.
+        InterpError without the input `x` where it was normalised by its own size, and for `skip` and hook_z.
         """
         config = self.config
         made = self.unscaled(features) @ self.W_dec + self.b_dec
@@ -124,11 +123,11 @@ class SparseAutoencoder(nn.Module):
         return made.unflatten(-1, x.shape[-2:]) if flat.shape != x.shape else made
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D'], in the dtype of the weights."""
+        """Reconstruct [..., D] as [..., D'], in the dtype of the weights."""
         return self.decode(self.encode(x), x)
 
     def pre(self, x: Tensor) -> Tensor:
-        """Pre-activations [..., F]; InterpError where the input has another width."""
+        """Return pre-activations [..., F]; InterpError where the input has another width."""
         flat = self._flat(x)
         scale, shift = self._normalization(flat)
         given = (flat - shift) * scale if isinstance(scale, Tensor) else flat
@@ -137,15 +136,15 @@ class SparseAutoencoder(nn.Module):
         return self.activation.pre(self, given @ self.W_enc)
 
     def unscaled(self, features: Tensor) -> Tensor:
-        """What decoder rows are multiplied with: features are in units of their norms where these count."""
+        """Return the factors of decoder rows: features, over the row norms if the config rescales them."""
         rescales = self.config.rescale_acts_by_decoder_norm
         return features * (1 / self.W_dec.norm(dim=-1)) if rescales else features
 
     @torch.no_grad()
     def fold_scale(self, scale: float) -> None:
-        """Have the weights take raw inputs x where they had been trained on x * scale, in place.
+        """Change weights trained on x * scale to take raw inputs x, in place.
 
-        This is what SAELens calls folding `expected_average_only_in`, with scale = sqrt(D) / mean |x|.
+        SAELens calls this folding `expected_average_only_in`, with scale = sqrt(D) / mean |x|.
         """
         self.W_enc.mul_(scale)
         self.W_dec.div_(scale)
@@ -164,7 +163,7 @@ class SparseAutoencoder(nn.Module):
         return x.to(self.W_enc.dtype)
 
     def _normalization(self, x: Tensor, for_output: bool = False) -> tuple[Any, Any]:
-        """Scale and shift: the input is (x - shift) * scale, the output is made / scale + shift."""
+        """Return scale and shift: the input is (x - shift) * scale, the output is made / scale + shift."""
         how = self.config.normalize_activations
         if how == "constant_norm_rescale":
             return self.config.d_in**0.5 / x.norm(dim=-1, keepdim=True), 0.0

@@ -1,7 +1,7 @@
 """How are published autoencoders read from a local folder, and ours written?
 
-Read are the folders of SAELens (cfg.json, sae_weights.safetensors), of Gemma Scope (params.npz) and of Llama
-Scope (hyperparams.json, checkpoints/final.safetensors), each as SAELens 6 reads it.
+It reads folders of SAELens (cfg.json, sae_weights.safetensors), of Gemma Scope (params.npz) and of Llama
+Scope (hyperparams.json, checkpoints/final.safetensors), each as SAELens 6 does.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ def load_sae(
     dtype: torch.dtype | None = None,
     device: Any = None,
 ) -> SparseAutoencoder:
-    """Read an autoencoder or a transcoder from a local folder; nothing is fetched, nothing unpickled.
+    """Read an autoencoder or a transcoder from a local folder; nothing is downloaded or unpickled.
 
     Args:
-        folder: as SAELens writes it, or a folder of a Gemma Scope or Llama Scope release.
-        transcoder: of Gemma Scope, whose folders do not say it: whether input and output are two sites.
+        folder: a folder that SAELens wrote, or of a Gemma Scope or Llama Scope release.
+        transcoder: for Gemma Scope, whose folders do not say it: whether input and output are two sites.
         norm_factor: sqrt(D) / mean |x| of the training data, for a SAELens folder that leaves the scale
             of its input open (`expected_average_only_in`).
-        dtype: of the weights; default that of the file.
-        device: where to put them.
+        dtype: dtype of the weights; default that of the file.
+        device: device of the weights.
 
-    InterpError: the folder is none of these; a key of its configuration is unknown, or stands for what is not
-    computed here; weights are missing, too many, or of other shapes.
+    InterpError: the folder is none of these; a key of its configuration is unknown or asks for an unsupported
+    computation; weights are missing, too many, or have other shapes.
     """
     folder = Path(folder)
     readers: dict[str, Callable[[], _Read]] = {
@@ -101,8 +101,8 @@ def load_sae(
 def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
     """Write the folder format of SAELens 6, which reads it by `SAE.load_from_disk`.
 
-    BatchTopK is written as SAELens does for use: decoder norms are folded into the encoder, and the running
-    threshold makes it a JumpReLU. A topk or gated transcoder has no such format: InterpError.
+    BatchTopK is written as SAELens does for inference: decoder norms are folded into the encoder, and the
+    running threshold makes it a JumpReLU. InterpError for a topk or gated transcoder, which has no format.
     """
     folder, config = Path(folder), sae.config
     architecture = architecture_of(config)
@@ -128,7 +128,7 @@ def save_sae(sae: SparseAutoencoder, folder: str | Path) -> None:
 
 
 def architecture_of(config: SAEConfig) -> str:
-    """The architecture name of SAELens; InterpError if SAELens has no such format."""
+    """Return the architecture name of SAELens; InterpError if SAELens has no such format."""
     name = "jumprelu" if config.activation == "batch_topk" else config.activation
     wanted = (name, config.d_out is not None, config.skip)
     for architecture, value in _ARCHITECTURES.items():
@@ -140,7 +140,7 @@ def architecture_of(config: SAEConfig) -> str:
 
 
 def _keys_of(activation: str, is_transcoder: bool) -> list[str]:
-    """Fields of a configuration of SAELens that are fields of ours."""
+    """Return the fields that a configuration of SAELens shares with ours."""
     names = ["d_in", "d_sae", "apply_b_dec_to_input", "reshape_activations"]
     names += ["d_out"] if is_transcoder else []
     return names + (["k", "rescale_acts_by_decoder_norm"] if activation in ("topk", "batch_topk") else [])
@@ -181,7 +181,7 @@ def _sae_lens(folder: Path, norm_factor: float | None) -> _Read:
 
 
 def _update_old(data: dict[str, Any], metadata: Mapping[str, Any]) -> None:
-    """Have the configuration of SAELens 5 and older be one of 6, in place (its `handle_pre_6_0_config`)."""
+    """Turn a configuration of SAELens 5 or older into version 6, in place (its `handle_pre_6_0_config`)."""
     activation, options = data.pop("activation_fn", "relu"), data.pop("activation_fn_kwargs", None) or {}
     if activation == "topk":
         data |= {"architecture": "topk", "k": options.get("k")}

@@ -1,8 +1,8 @@
-"""Which activations does an autoencoder see, in which order?
+"""Which activations does an autoencoder train on, in which order?
 
 Rows come in windows: units of neighbouring rows, drawn without replacement in each epoch, read one window at
-a time and shuffled inside of it. A window is a function of the seed and its number, so that a run goes on
-anywhere without reading what was before, and processes can share the work of one window.
+a time and shuffled inside of it. A window depends on the seed and its number alone, so that a run can
+continue anywhere without reading earlier windows, and processes can share the work of one window.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from forge_interp.hooks.sites import key_of
 
 
 def generator(*seeds: int) -> torch.Generator:
-    """A generator for these numbers."""
+    """Make a random generator seeded by these numbers."""
     state = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state))
 
 
 class Rows:
-    """Inputs and targets [rows, D] of an autoencoder, in `windows` of units, by epoch in another order."""
+    """Inputs and targets [rows, D] of an autoencoder, in `windows` of units; each epoch has its own order."""
 
     def __init__(self, sites: list[str], unit: int, per_window: int, rows: int, seed: int) -> None:
         if not rows >= 1 or not 1 <= unit <= per_window:
@@ -43,7 +43,7 @@ class Rows:
         self.windows = -(-self._total // self._per_window)
 
     def share(self, number: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        """This rank's share of the rows of window `number`; all shares in order are the window."""
+        """Return this rank's share of the rows of window `number`; the shares in order make the window."""
         order = torch.randperm(self._total, generator=generator(self._seed, number // self.windows)).tolist()
         start = number % self.windows * self._per_window
         units = order[start : start + self._per_window]
@@ -52,11 +52,11 @@ class Rows:
         return made[0], made[-1]
 
     def identity(self) -> dict[str, Any]:
-        """What determines the rows, to be compared when a run goes on."""
+        """Return all that determines the rows; a run that continues compares it."""
         return {"sites": self._sites, "window": [self._per_window, self._unit, self._total, self._seed]}
 
     def _read(self, units: list[range]) -> list[Tensor]:
-        """The rows of units at each site."""
+        """Read the rows of units at each site."""
         raise NotImplementedError
 
 
@@ -64,7 +64,7 @@ class StoreRows(Rows):
     """Rows of an `ActivationStore`: `site`, and for a transcoder `target`.
 
     `window_rows` are in memory at a time, read in blocks of `block_rows` neighbours. InterpError where there
-    are none; KeyError where the store has no such site.
+    are no rows; KeyError where the store has no such site.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class StoreRows(Rows):
 
 
 class ModelRows(Rows):
-    """Rows that a model computes as they are needed, of the valid tokens of a sequence of samples.
+    """Rows that a model computes when needed, of the valid tokens of a sequence of samples.
 
-    `options` are those of `extract_representations`, which computes the rows (`tokens`, `mask`, `pad_id`,
+    `options` are passed to `extract_representations`, which computes the rows (`tokens`, `mask`, `pad_id`,
     `forward`, `select`, `pool`, `dtype`). InterpError where the dataset is no sequence of samples.
     """
 

@@ -1,4 +1,4 @@
-"""What does a model do when a site is put together from features, and what does it lose?"""
+"""How does a model change when features replace the value of a site, and what does it lose?"""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from forge_interp.model_inputs import Inputs, call_model, output_logits
 from forge_interp.sae.autoencoder import SparseAutoencoder
 
 Loss = Callable[[Any, Inputs], Tensor]
-"""(what the model returned, its inputs) -> the mean loss of the batch."""
+"""Function from (the output of the model, its inputs) to the mean loss of the batch."""
 
 
 class Spliced:
-    """What the last call inside the `with` has seen.
+    """Tensors of the last call inside the `with`.
 
-    `features` [..., F] before the edit, in a graph where gradients are on; `value` [..., D'] of the site (of
-    the target), and `error`, the value minus what the features decode to.
+    `features` [..., F] before the edit, in a graph where gradients are on; `value` [..., D'] of the site (or
+    of the target); `error`, the value minus the decoded features.
     """
 
     features: Tensor
@@ -43,19 +43,19 @@ def spliced(
     features: Edit | None = None,
     target: str | None = None,
 ) -> Iterator[Spliced]:
-    """Inside the `with`, have `site` be what an autoencoder makes of it; several nest.
+    """Inside the `with`, replace the value of `site` by its reconstruction; several nest.
 
     Args:
         model: any module.
-        site: one site, whose value [..., D] the autoencoder was made for.
+        site: one site, with the value [..., D] for which the autoencoder was made.
         sae: the autoencoder, on the device of the value.
-        error: add what the autoencoder misses, as a constant. Without an edit the model then computes the
-            same bits as without the autoencoder; with one, exactly the change of the features goes on.
+        error: add the reconstruction error as a constant. Without an edit the model then computes the same
+            bits as without the autoencoder; with an edit, only the change of the features has an effect.
         features: an edit of the features [..., F], such as `ablate("zero", (..., 7))` or `steer(...)`.
-        target: where the output of a transcoder goes; `site` is its input.
+        target: site that the output of a transcoder replaces; `site` is its input.
 
-    Gradients flow through features, not through the error. InterpError where the site or target is none or
-    several, or has another width; a transcoder has no target.
+    Gradients flow through features, not through the error. InterpError where site or target name none or
+    several sites, or have another width, or a transcoder has no target.
 
     Source: Marks et al. 2024, arXiv:2403.19647, section 3.1 (error terms).
     """
@@ -101,7 +101,7 @@ def spliced(
 
 @dataclass(frozen=True)
 class FeatureReport:
-    """What `evaluate_sae` found, over all valid rows x of the site and their reconstructions x'."""
+    """Results of `evaluate_sae`, over all valid rows x of the site and their reconstructions x'."""
 
     rows: int
     l0: float  # active features of a row, on average
@@ -111,7 +111,7 @@ class FeatureReport:
     density: Tensor  # [F], the part of rows in which each is active
     mean_active: Tensor  # [F], the mean over these, 0 where there is none
     largest: Tensor  # [F]
-    loss: float  # of the model as it is, the mean over batches
+    loss: float  # loss of the unchanged model, mean over batches
     loss_spliced: float  # with x' in place of x
     loss_zero: float  # with 0 in place of x
     loss_recovered: float  # (loss_zero - loss_spliced) / (loss_zero - loss): 1 is as good as x
@@ -134,10 +134,10 @@ def evaluate_sae(
 ) -> FeatureReport:
     """Run a model on batches with and without an autoencoder: three passes for each batch.
 
-    `batches` are inputs of one forward pass each; `site` is what `sae` reconstructs, of a transcoder its
-    input (`target` the site that it makes). `loss` is by default the cross-entropy in nats of the next token,
-    of the inputs or their "input_ids", where neither it nor the one before is padding; `mask` is the entry of
-    the inputs [B, T] that is 0 at padding, which does not count. Call `model.eval()` before.
+    Each item of `batches` is the inputs of one forward pass. `sae` reconstructs `site`; a transcoder makes
+    `target` of it. The default `loss` is the cross-entropy in nats of the next token, of the inputs or their
+    "input_ids", where neither it nor the token before is padding; `mask` is the entry of the inputs [B, T]
+    that is 0 at padding, which does not count. Call `model.eval()` before.
 
     InterpError where there are no batches, or where the default loss finds no ids.
     """
@@ -162,7 +162,7 @@ def evaluate_sae(
 
 
 def next_token_loss(output: Any, inputs: Inputs, mask: str = "attention_mask") -> Tensor:
-    """The mean cross-entropy of the next token [nats]; InterpError where the ids are not found."""
+    """Return the mean cross-entropy of the next token [nats]; InterpError where there are no ids."""
     ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
     logits = output_logits(output)
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.shape != logits.shape[:-1]:
@@ -179,7 +179,7 @@ def next_token_loss(output: Any, inputs: Inputs, mask: str = "attention_mask") -
 
 
 def _sums_of(seen: Spliced, keep: Any) -> dict[str, Tensor]:
-    """Sums over the valid rows of a batch, float64; InterpError where a mask is not of these rows."""
+    """Sum over the valid rows of a batch, in float64; InterpError where the mask has other rows."""
     acts, value, error = (t.flatten(0, -2).double() for t in (seen.features, seen.value, seen.error))
     if isinstance(keep, Tensor):
         if keep.shape != seen.features.shape[:-1]:
@@ -193,7 +193,7 @@ def _sums_of(seen: Spliced, keep: Any) -> dict[str, Tensor]:
 
 
 def _report(sums: Mapping[str, Tensor], loss: float, loss_spliced: float, loss_zero: float) -> FeatureReport:
-    """The report of sums over all batches."""
+    """Make the report from sums over all batches."""
     rows, active, gap = sums["rows"].clamp_min(1), sums["active"], loss_zero - loss
     spread = (sums["power"] - sums["value"].square().sum() / rows).item()
     varies = spread > 1e-12 * sums["power"].item()

@@ -1,6 +1,6 @@
-"""How is an autoencoder trained, and how does an interrupted training go on with the same bits?
+"""How is an autoencoder trained, and how does an interrupted training continue with the same bits?
 
-Letters: B rows of a batch over all ranks, R those of this rank, D and D' input and output dim, F features.
+Letters: B rows of a batch over all ranks, R rows of this rank, D and D' input and output dim, F features.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _PLACE = ("step", "window", "offset", "scale")
 
 @dataclass(frozen=True)
 class SAETraining:
-    """How to train; InterpError, listing all, where values cannot be. The loss is that of SAELens 6.
+    """How to train; InterpError lists all impossible values. The loss is that of SAELens 6.
 
-    Per row: the squared error, and what the activation adds (`penalty`); the mean over the batch. Adam with a
-    learning rate that rises over `lr_warmup_steps` and falls towards 0 over the last `lr_decay_steps`.
+    A row's loss is the squared error plus the activation's terms (`penalty`); a batch has the mean. Adam's
+    learning rate rises over `lr_warmup_steps` and falls towards 0 over the last `lr_decay_steps`.
     """
 
     steps: int
@@ -58,7 +58,7 @@ class SAETraining:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Look at all values."""
+        """Check all values."""
         least: dict[str, int] = dict.fromkeys(
             ("steps", "batch_rows", "save_every", "log_every", "dead_after_steps"), 1
         )
@@ -79,18 +79,18 @@ def train_sae(
     device: Any = None,
     progress: bool = True,
 ) -> SparseAutoencoder:
-    """Train an autoencoder or a transcoder on rows of a store or of a model; go on where a run stopped.
+    """Train an autoencoder or a transcoder on rows of a store or of a model, or continue a stopped run.
 
     With torch.distributed every rank calls it: each takes its rows of every batch, gradients are added, and
-    the result is that of one process but for rounding. Collective.
+    the result equals that of one process but for rounding. Collective.
 
-    `config` has `normalize_activations` "none" (see `scale_input`). Of `rows` (`StoreRows`, `ModelRows`) one
-    window is in memory at a time; rows that make no whole batch of a window are left out. `out` is a folder
-    for the state, `metrics.jsonl` and in the end the autoencoder (format of SAELens, see `load_sae`): the
-    same call goes on from there, with the same bits on the same machine. None: nothing is written.
+    `config` has `normalize_activations` "none" (see `scale_input`). One window of `rows` (`StoreRows`,
+    `ModelRows`) is in memory at a time; rows of a window beyond its last whole batch are left out. `out` is a
+    folder for the state, `metrics.jsonl` and at the end the autoencoder (format of SAELens, see `load_sae`):
+    the same call continues from there, with the same bits on the same machine. None: nothing is written.
 
     InterpError: `out` belongs to another training, with the differences; no window has a whole batch; rows or
-    weights are not finite; the autoencoder has no format to be saved in.
+    weights are not finite; SAELens has no format for the autoencoder.
     """
     how = (config.normalize_activations, config.reshape_activations)
     if how != ("none", "none") or (training.scale_input and config.d_out is not None):
@@ -124,7 +124,7 @@ def train_sae(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder in the `with`; InterpError where another training is writing to it."""
+    """Lock a folder in the `with`; InterpError where another training writes to it."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -140,7 +140,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 class _Run:
-    """A training under way: all that changes is here."""
+    """A training with all its changing state."""
 
     def __init__(self, config: SAEConfig, rows: Rows, training: SAETraining, device: torch.device) -> None:
         running = dist.is_available() and dist.is_initialized()
@@ -162,7 +162,7 @@ class _Run:
         self._held: tuple[Tensor, Tensor] | None = None
 
     def one_step(self) -> dict[str, float]:
-        """Train on the next batch; what happened, if this step is to be logged."""
+        """Train on the next batch; return metrics if this step is to be logged."""
         training, sae = self.training, self.sae
         x, y = self._next_batch()
         mine = slice(self.rank, None, self.size)
@@ -191,7 +191,7 @@ class _Run:
         return found | {"dead": int((self.idle > training.dead_after_steps).sum()), "lr": lr}
 
     def gather(self, values: Tensor) -> Tensor:
-        """[n] of each rank, the same number on all -> [ranks n]; rank r's i-th is at r n + i."""
+        """Gather [n] of each rank, with equal n, into [ranks n]; item i of rank r is at r n + i."""
         if self.size == 1:
             return values
         found = [torch.empty_like(values) for _ in range(self.size)]
@@ -200,14 +200,14 @@ class _Run:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that changes but for a few numbers."""
+        """All changing tensors of the state."""
         found = {f"sae.{name}": value for name, value in self.sae.state_dict().items()} | {"idle": self.idle}
         for name, p in self.sae.named_parameters():
             found |= {f"adam.{name}.{key}": value for key, value in self.adam.state[p].items()}
         return found
 
     def save(self, folder: Path) -> None:
-        """Write the state, in place of the one before; InterpError if weights are no longer numbers."""
+        """Replace the saved state; InterpError if weights are not finite."""
         if not all(bool(p.isfinite().all()) for p in self.sae.parameters()):
             raise InterpError(
                 f"weights of step {self.step} are not finite; expected numbers: a lower lr. {folder} keeps "
@@ -220,7 +220,7 @@ class _Run:
 
     @torch.no_grad()
     def resume(self, folder: Path) -> None:
-        """Go on from the state in a folder, if there is one; InterpError if it is of another training."""
+        """Load the state in a folder, if there is one; InterpError if it belongs to another training."""
         if (folder / STATE).is_file():
             with safe_open(folder / STATE, "pt") as file:
                 data = json.loads(file.metadata()["forge_interp"])
@@ -238,7 +238,7 @@ class _Run:
                 file.write("".join(f"{line}\n" for line in kept).encode())
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [B, ...] of all ranks."""
+        """Return inputs and targets [B, ...] of all ranks."""
         size, most = self.training.batch_rows, 0
         for _ in range(self.rows.windows + 1):
             x, y = self._held or self._read_window()
@@ -253,7 +253,7 @@ class _Run:
         )
 
     def _read_window(self) -> tuple[Tensor, Tensor]:
-        """All rows of the present window, shuffled and scaled."""
+        """Return all rows of the current window, shuffled and scaled."""
         own, other = self.rows.share(self.window, self.rank, self.size)
         x = self._joined(own)
         y = x if other is own else self._joined(other)
@@ -276,7 +276,7 @@ class _Run:
         return self._held
 
     def _joined(self, share: Tensor) -> Tensor:
-        """The shares of all ranks, in order, float32."""
+        """Join the shares of all ranks, in order, as float32."""
         share, shapes = share.float(), list[Any]([None] * self.size)
         if self.size == 1:
             return share
@@ -292,7 +292,7 @@ class _Run:
         return value
 
     def _update(self, loss: Tensor, lr: float) -> None:
-        """One step of Adam with the gradients of all ranks."""
+        """Make one step of Adam with the gradients of all ranks."""
         sae, parameters = self.sae, dict(self.sae.named_parameters())
         gradients = torch.autograd.grad(
             loss, list(parameters.values()), allow_unused=True, materialize_grads=True
@@ -313,7 +313,7 @@ class _Run:
 def forward(
     sae: SparseAutoencoder, pair: tuple[Tensor, Tensor], dead: Tensor, penalty: Penalty, gather: Reduce
 ) -> Batch:
-    """What a training step computes for inputs [R, D] and targets [R, D'], with gradients."""
+    """Compute features and outputs of a training step for inputs [R, D] and targets [R, D']."""
     (x, y), pre = pair, sae.pre(pair[0])
     acts = sae.activation.train(sae, pre, penalty, gather)
     return Batch(x, y, pre, acts, sae.decode(acts, x), dead)

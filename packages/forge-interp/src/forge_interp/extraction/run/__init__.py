@@ -1,1 +1,1 @@
-"""How a process extracts its share of a dataset, and what makes the result one whole."""
+"""How does a process extract its share of a dataset, and do all shares make one extraction?"""

@@ -1,7 +1,7 @@
-"""Does a sample have the same rows alone as beside longer ones?
+"""Does a sample have the same rows alone as in a batch with longer samples?
 
-That a model accepts a mask does not say that it uses it: a sample runs alone and without padding, and its
-rows are compared with those that it has in its batch. Letters: T tokens, R rows.
+A model may accept a mask and not use it. So a sample runs alone and without padding, and its rows are
+compared with its rows in the batch. Letters: T tokens, R rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _NARROW_TOLERANCE = 3e-2  # of 16 bits and fewer
 
 @dataclass(frozen=True)
 class Alone:
-    """A sample of a batch without the padding that it has there, and its rows."""
+    """A sample of a batch without its padding, and the rows of that sample."""
 
     sample: Batch
     keep: Tensor  # [T] bool, which places of the batch are no padding of it
     rows: Mapping[str, Tensor]  # [R, ...] by site
 
     def compare(self, site: str, padded: Tensor) -> None:
-        """Raise InterpError where rows [R, ...] of the sample in its batch are others than alone."""
+        """Raise InterpError where rows [R, ...] of the sample in its batch differ from its rows alone."""
         alone = self.rows[site]
         for dim in range(1, padded.ndim):  # features may be positions, such as keys of attention
             if padded.shape[dim] == len(self.keep) and alone.shape[dim] == int(self.keep.sum()):
@@ -45,9 +45,9 @@ class Alone:
 
 
 def unpadded(batch: Batch, names: Names) -> tuple[Batch, Tensor] | None:
-    """The shortest sample with padding as a batch of its own without, and which places [T] are its tokens.
+    """Return the shortest padded sample as a batch without padding, and the places [T] of its tokens.
 
-    None where there is no such sample, or it is not clear how to cut it out.
+    None where there is no such sample, or it is unclear how to cut it out.
     """
     if batch.mask is None:
         return None
@@ -70,7 +70,7 @@ def unpadded(batch: Batch, names: Names) -> tuple[Batch, Tensor] | None:
 
 
 def _masks(inputs: Mapping[str, Any], names: Names) -> dict[str, str]:
-    """The name of the mask of entries by what their names begin with, such as `decoder_`, or nothing."""
+    """Return the name of the mask by the prefix of the entries that it masks: `decoder_`, or nothing."""
     endings, tokens = ("input_ids", "attention_mask"), names.tokens or ""
     prefixes = {key.removesuffix(e) for e in endings for key in inputs if key.endswith(e)}
     of_tokens = tokens.removesuffix("input_ids") if tokens.endswith("input_ids") else ""
@@ -78,9 +78,9 @@ def _masks(inputs: Mapping[str, Any], names: Names) -> dict[str, str]:
 
 
 def _difference(alone: Tensor, padded: Tensor) -> float:
-    """Of the row that differs most the root mean square, beside the largest number of each feature.
+    """Return the largest root mean square difference of a row, relative to each feature's largest number.
 
-    A feature that is small everywhere is compared with a usual one.
+    A feature that is small everywhere is compared with the median feature.
     """
     if alone.shape != padded.shape:
         return float("inf")

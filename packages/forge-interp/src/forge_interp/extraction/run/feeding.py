@@ -17,8 +17,8 @@ Forward = Callable[[nn.Module, Any], Any]
 class Feeder:
     """Calls a model with batches, or `forward` with the model and the inputs of a batch.
 
-    Of a mapping, the entries that the model's `forward` names are passed; the ids go first if it does not
-    name them. The mask goes along whenever `forward` names it. Caches of keys and values are switched off.
+    From a mapping, the entries that the model's `forward` names are passed, also the mask; ids that `forward`
+    does not name go first. Caches of keys and values are switched off.
     """
 
     def __init__(self, model: nn.Module, names: Names, forward: Forward | None) -> None:
@@ -35,7 +35,7 @@ class Feeder:
         self._device = torch.device("cpu") if first is None else first.device
 
     def __call__(self, batch: Batch) -> None:
-        """Run the model on a batch; InterpError where it is not clear how."""
+        """Run the model on a batch; InterpError where it is unclear how."""
         inputs = _to(batch.inputs, self._device)
         if self._forward is not None:
             self._forward(self._model, inputs)
@@ -67,7 +67,7 @@ class Feeder:
 
 
 def rows_of_others(model: nn.Module, patterns: Iterable[str], tokens: str | None) -> dict[str, str]:
-    """Of a model with encoder and decoder, the patterns whose rows have other ids than `tokens`, and why."""
+    """Return the patterns of an encoder-decoder model whose rows have other ids than `tokens`, and why."""
     modules = named_modules(model)
     whole: Any = modules[""]
     if tokens is None or not getattr(getattr(whole, "config", None), "is_encoder_decoder", False):

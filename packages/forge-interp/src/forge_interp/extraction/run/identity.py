@@ -1,7 +1,7 @@
-"""Would a call compute the same as an earlier one, in another process perhaps?
+"""Would a call compute the same as an earlier one, perhaps in another process?
 
-A model computes the same if its weights and buffers are the same, and if the same samples have the same rows:
-from whatever cause a row is another one, it is seen in the rows, and no cause has to be looked for.
+A model computes the same if its weights and buffers are the same, and if the same samples have the same
+rows. A different row shows in the rows themselves, whatever its cause.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _NARROW_TOLERANCE = 3e-2  # of 16 bits and fewer, and of numbers that depend on 
 
 
 def model_identity(model: nn.Module) -> dict[str, Any]:
-    """Classes and settings that modules print, checksums of weights and buffers. Collective if sharded.
+    """Summarize a model: classes, printed settings, checksums of weights and buffers. Collective if sharded.
 
-    The same however the model is sharded. Every weight is read, on its device; of one on the meta device
-    (offloaded by accelerate) only what comes out for samples tells.
+    The result does not depend on how the model is sharded. Every weight is read, on its device; weights on
+    the meta device (offloaded by accelerate) are not: only the rows of samples show their changes.
     """
     for module in filter(is_unit, model.modules()):
         module.reshard()  # type: ignore[operator]  # what a forward pass left gathered may be cast
@@ -53,7 +53,7 @@ def model_identity(model: nn.Module) -> dict[str, Any]:
 
 
 def names_of(functions: Any) -> Any:
-    """The name of a function, or of each in a mapping; texts and None stay."""
+    """Return the name of a function, or of each in a mapping; strings and None stay."""
     if isinstance(functions, Mapping):
         return {key: names_of(function) for key, function in functions.items()}
     if functions is None or isinstance(functions, str):
@@ -63,15 +63,15 @@ def names_of(functions: Any) -> Any:
 
 
 def is_distributed(model: nn.Module) -> bool:
-    """Whether this process holds only a part of the model, so that it must run together with others."""
+    """Whether this process holds only a part of the model and must run together with others."""
     return any(map(is_dtensor, model.parameters()))
 
 
 def digest(rows: Tensor) -> dict[str, Any]:
-    """Of 32 groups of rows what rounding changes little.
+    """Summarize 32 groups of rows by numbers that rounding changes little.
 
-    Group g has the rows g, g + 32, ...; it has its norm, and its sum with fixed signs of rows and columns, so
-    that their order counts.
+    Group g has the rows g, g + 32, ...; its numbers are its norm, and its sum with fixed signs of rows and
+    columns, so that their order counts.
     """
     flat = rows.detach().reshape(len(rows), rows[:1].numel())
     of_rows, of_columns = (_signs(size).to(rows.device) for size in flat.shape)
@@ -90,12 +90,12 @@ def digest(rows: Tensor) -> dict[str, Any]:
 
 
 def _signs(size: int) -> Tensor:
-    """[size] float64 of 1 and -1, the same in each process."""
+    """Draw [size] float64 of 1 and -1, the same in each process."""
     return torch.randint(2, (size,), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
 
 
 def is_same_but_for_rounding(first: Any, second: Any) -> bool:
-    """Whether outputs, digests by site, can be those of one model."""
+    """Whether two outputs (digests by site) can come from the same model."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping) or first.keys() != second.keys():
         return first == second
     if "sums" not in first:
@@ -111,7 +111,7 @@ def is_same_but_for_rounding(first: Any, second: Any) -> bool:
 
 
 def numerics() -> dict[str, Any]:
-    """Settings of torch that change numbers."""
+    """Return the settings of torch that change numbers."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return {
         "autocast": {kind: str(torch.get_autocast_dtype(kind)) for kind in kinds},
@@ -120,14 +120,14 @@ def numerics() -> dict[str, Any]:
 
 
 def _checksum(tensor: Tensor) -> bytes:
-    """Sums of all bits as integers, by rows and by columns of 1024, so that their order counts."""
+    """Sum all bits as integers, by rows and by columns of 1024, so that their order counts."""
     return b"".join(
         bytes(as_bytes(part)) for plain in _plain(tensor.detach()) for part in _sums(plain.flatten())
     )
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with bytes of their own that a tensor of any kind consists of; meta tensors have none."""
+    """Yield the plain tensors of which a tensor of any kind consists; meta tensors have none."""
     if is_dtensor(tensor):
         tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass, such as the quantized ones of torchao

@@ -1,9 +1,9 @@
 """How do rows get to disk so that a kill at any instant loses one part at most?
 
-An extraction is a folder of `part-NNNNN.safetensors` and, when all are there, `index.json`. A part holds the
-rows of some consecutive batches; which, depends on the data set alone, so that the same part has the same
-bytes whichever process writes it. It is written under another name and renamed when it is on the disk. Its
-header says what was asked, and has check sums of the inputs and of the rows.
+An extraction is a folder of `part-NNNNN.safetensors` and, when it is complete, `index.json`. A part holds the
+rows of consecutive batches. The dataset alone decides which batches, so that a part has the same bytes
+whichever process writes it. A part is written under another name and renamed when it is on the disk. Its
+header has the request, and checksums of the inputs and of the rows.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from forge_interp.extraction.samples import Batch
 
 BLOCK_BYTES = 4 << 20
-"""How much is read or written at a time."""
+"""The largest block that is read or written at a time."""
 ROW_COLUMNS = ("sample_id", "position", "token_id")
-"""Beside them, and sites, a store has the inputs that were kept, under their own names."""
-_SPOOL_BYTES = 16 << 20  # of a part that are held in memory; what is more waits in a file without a name
+"""Columns of every store, beside the sites and the kept inputs, which have names of their own."""
+_SPOOL_BYTES = 16 << 20  # of a part in memory; further rows wait in a file without a name
 _TYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.uint8: "U8",
@@ -43,12 +43,12 @@ _TYPE_NAMES = {
 
 
 def is_site(column: str) -> bool:
-    """Whether a column is a site: the key of one has a colon, and no other name."""
+    """Whether a column is a site: only the key of a site has a colon."""
     return ":" in column
 
 
 class Column(NamedTuple):
-    """An array whose first axis is rows: its name (see `is_site`), the shape of a row."""
+    """An array with rows as first axis: its name (see `is_site`), dtype, and the shape of a row."""
 
     name: str
     dtype: torch.dtype
@@ -65,15 +65,15 @@ class Part(NamedTuple):
 
     path: Path
     columns: tuple[Column, ...]  # in the order in which the model computed them, the ids last
-    request: dict[str, Any]  # what was asked
+    request: dict[str, Any]  # the arguments of the extraction
     rows: int
     batches: int
-    inputs: int  # CRC-32 of those of its batches
-    crcs: list[int]  # of each column
+    inputs: int  # CRC-32 of the inputs of its batches
+    crcs: list[int]  # CRC-32 of each column
 
     @classmethod
     def read(cls, path: Path) -> Part | None:
-        """None where there is no file, or it is cut or its header is damaged."""
+        """Read a header; None where there is no file, or file or header are damaged."""
         try:
             with safe_open(path, "pt") as file:
                 crc, text = json.loads((file.metadata() or {})["forge_interp"])
@@ -87,7 +87,7 @@ class Part(NamedTuple):
 
     @property
     def is_intact(self) -> bool:
-        """Whether all rows are those that were written; reads them."""
+        """Whether all rows have the checksums of the header; reads the rows."""
         try:
             with safe_open(self.path, "pt") as file:
                 return self.crcs == [self._crc(file.get_slice(c.name), c) for c in self.columns]
@@ -105,10 +105,9 @@ class Part(NamedTuple):
 
 
 class PartWriter:
-    """The rows of a part while they come in, batch by batch and site by site.
+    """Collects the rows of a part, batch by batch and site by site.
 
-    Each batch must have the same columns. In `folder` wait more rows than memory is meant to hold; None holds
-    all of them.
+    Each batch must have the same columns. Rows beyond the memory limit wait in `folder`, if there is one.
     """
 
     def __init__(self, columns: tuple[Column, ...], folder: Path | None) -> None:
@@ -124,7 +123,7 @@ class PartWriter:
     def write(self, name: str, values: Tensor) -> None:
         """Add rows [rows, ...] of the current batch to a column.
 
-        Raises InterpError: their dtype is not storable, or the column has rows of this batch.
+        InterpError: the dtype cannot be stored, or the column already has rows of this batch.
         """
         if values.dtype not in _TYPE_NAMES:
             raise InterpError(
@@ -140,7 +139,7 @@ class PartWriter:
         self._spool.write(data)
 
     def commit(self, batch: Batch) -> None:
-        """End a batch. Raises InterpError: its columns are others than before, or differ in their rows."""
+        """End a batch; InterpError where columns differ from earlier batches, or rows between columns."""
         columns = tuple(column for column, _ in self._pending.values())
         if self.columns and set(columns) != set(self.columns):
             new, old = set(columns) - set(self.columns), set(self.columns) - set(columns)
@@ -160,7 +159,7 @@ class PartWriter:
         self._inputs, self._pending = batch.checksum(self._inputs) if self._is_on_disk else 0, {}
 
     def publish(self, path: Path, request: str) -> None:
-        """Put the part on the disk, in place of what is there, with what was asked, as JSON, in front."""
+        """Put the part on the disk in place of an older one, with `request` (JSON) in its header."""
         data = {
             "columns": [(name, dtype_name(dtype), shape) for name, dtype, shape in self.columns],
             "request": request,
@@ -185,11 +184,11 @@ class PartWriter:
         self.close()
 
     def close(self) -> None:
-        """Forget all rows."""
+        """Drop all rows."""
         self._spool.close()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All rows by column."""
+        """Return all rows by column."""
         found = {}
         for name, dtype, shape in self.columns:
             data = bytearray().join(self.blocks(Column(name, dtype, shape)))
@@ -198,7 +197,7 @@ class PartWriter:
         return found
 
     def blocks(self, column: Column) -> Iterator[bytes]:
-        """The bytes of a column."""
+        """Yield the bytes of a column."""
         for offset, size in self._pieces[column.name]:
             self._spool.seek(offset)
             for start in range(0, size, BLOCK_BYTES):
@@ -207,7 +206,7 @@ class PartWriter:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A new file, which takes the name `path` when it is whole and on the disk; or goes."""
+    """Open a new file that takes the name `path` once it is complete on disk, and is removed otherwise."""
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with partial.open("xb") as file:
@@ -228,7 +227,7 @@ def dump(data: Any) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return e.g. 'bfloat16'."""
+    """Return the name of a dtype, such as 'bfloat16'."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -244,6 +243,6 @@ def as_bytes(values: Tensor) -> memoryview:
 
 
 def listed(columns: Iterable[Column]) -> str:
-    """Return names, shapes of rows and dtypes, for messages."""
+    """Return names, row shapes and dtypes, for messages."""
     texts = [f"{c.name} {list(c.shape)} {dtype_name(c.dtype)}" for c in columns]
     return ", ".join(sorted(texts)) or "nothing else"

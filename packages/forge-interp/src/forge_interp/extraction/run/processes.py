@@ -1,4 +1,4 @@
-"""Which part of a dataset is this process's, and how do processes wait for each other?"""
+"""Which parts of a dataset does this process extract, and how do processes wait for each other?"""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from forge_interp.extraction.samples import Batch
 from forge_interp.hooks.engine.sharding import Spread
 
 Written = dict[int, tuple[int, int]]
-"""Of each part: number of batches, and CRC-32 of their inputs."""
+"""Number of batches of each part, and CRC-32 of their inputs."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that extract together."""
+    """This process among the processes that extract together."""
 
-    rank: int  # whose share of the parts it takes
-    size: int  # how many shares there are
+    rank: int  # index of its share of the parts
+    size: int  # number of shares
     group: Any = None  # the processes that wait for each other; None when each works for itself
     in_step: bool = False  # all of the group must run the model equally often, for they hold it together
     writes: bool = True  # False where another process of the same rank writes the rows (tensor parallelism)
@@ -33,7 +33,7 @@ class Processes:
     def of(
         cls, model: nn.Module, rank: int | None, world_size: int | None, group: Any, writes: bool
     ) -> Processes:
-        """Fill in what was not given from `torch.distributed`; InterpError where it does not go together."""
+        """Take missing arguments from `torch.distributed`; InterpError where they do not fit together."""
         if (rank is None) != (world_size is None):
             raise InterpError(f"rank is {rank} and world_size {world_size}; expected both or none")
         running = dist.is_available() and dist.is_initialized()
@@ -54,11 +54,11 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether it draws and tidies up: of processes that wait for each other one does."""
+        """Whether this process draws and tidies up: one of the processes that wait for each other."""
         return self.group is None or dist.get_rank(self.group) == 0
 
     def share(self, num_parts: int | None) -> tuple[int, int | None]:
-        """Return the first part of this process and the one behind its last; None: all there are."""
+        """Return the first part of this process and the end of its parts; None: up to the last."""
         if self.size == 1:
             return 0, None
         if num_parts is None:
@@ -69,7 +69,7 @@ class Processes:
         return num_parts * self.rank // self.size, num_parts * (self.rank + 1) // self.size
 
     def agree(self, find: Callable[[], Written]) -> Written:
-        """Return what is written of this rank, as its writing process finds. Collective if in step.
+        """Return the parts written for this rank, as its writing process sees them. Collective if in step.
 
         An error of one process is raised on all.
         """
@@ -86,7 +86,7 @@ class Processes:
     def steps(self, mine: Iterator[Batch], spare: Callable[[], Batch]) -> Iterator[tuple[Batch, bool]]:
         """Yield each batch and whether its rows count. Collective when in step.
 
-        In step, a process without a batch left repeats its last one (or a spare) until no process has any.
+        In step, a process without a batch left repeats its last one (or a spare) until none has a batch.
         """
         device = "cuda" if self.in_step and dist.get_backend(self.group) == "nccl" else "cpu"
         last = None
@@ -101,7 +101,7 @@ class Processes:
             yield last, batch is not None
 
     def together(self, act: Callable[[], object]) -> None:
-        """Do something once, after all of the group have come here, and wait for it. Collective."""
+        """Call `act` once, after the whole group has arrived, and wait for it. Collective."""
         if self.group is None:
             act()
         else:
@@ -109,7 +109,7 @@ class Processes:
             self._gathered(act if self.is_first else lambda: None)
 
     def _gathered(self, find: Callable[[], Any]) -> list[Any]:
-        """What each process of the group finds; an error of one is raised on all. Collective."""
+        """Return the results of all processes in the group; an error of one is raised on all. Collective."""
         found, failure = None, None
         try:
             found = find()

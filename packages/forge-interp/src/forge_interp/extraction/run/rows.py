@@ -22,7 +22,7 @@ class RowMaker:
     """Turns the values of a batch into rows: one for each valid token, or with `pool` one for each sample.
 
     Attributes:
-        square: values of this batch with as many tokens as samples, which may be in each other's place.
+        square: number of values of this batch with equally many tokens and samples, whose order is unclear.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class RowMaker:
         self._indices: dict[torch.device, Tensor] = {}
 
     def start(self, batch: Batch) -> None:
-        """Go on to the next batch."""
+        """Begin the next batch."""
         self._batch, self._layout, self._indices, self.square = batch, (), {}, 0
 
     def rows(self, pattern: str, value: Tensor) -> Tensor:
-        """Turn what was captured at a site of `pattern` into rows [R, ...], on the same device.
+        """Turn a value captured at a site of `pattern` into rows [R, ...], on the same device.
 
-        Without a `select`, attention tensors [B, N, T, ...] are taken as [B, T, N, ...]. InterpError where
-        rows are neither samples nor tokens, or others than at the sites before.
+        Without a `select`, attention tensors [B, N, T, ...] become [B, T, N, ...]. InterpError where rows are
+        neither samples nor tokens, or differ from those of earlier sites.
         """
         if pattern in self._select:
             value = self._select[pattern](value)
@@ -96,7 +96,7 @@ class RowMaker:
         return self._by_row(samples)
 
     def ids(self) -> dict[str, Tensor]:
-        """Return sample_id, position and token_id [R] int64 of the rows of this batch, and what is kept."""
+        """Return sample_id, position and token_id [R] int64 of this batch's rows, and the kept entries."""
         if not self._layout:
             return {}
         tokens, position = torch.full(self._layout, -1), torch.full(self._layout, -1)
@@ -120,7 +120,7 @@ class RowMaker:
         return self._batch.inputs.get(name) if isinstance(self._batch.inputs, Mapping) else None
 
     def _by_row(self, value: Tensor) -> Tensor:
-        """A value [B, T], or [B] of each sample, for each row."""
+        """Spread a value [B, T] or [B] over the rows."""
         if len(self._layout) == 1:
             return value
         value = value if value.ndim == 2 else value[:, None].expand(self._layout)
@@ -136,7 +136,7 @@ class RowMaker:
         return value
 
     def _tokens(self, pattern: str, value: Tensor) -> Tensor:
-        """Rows of a value [B, T, ...]."""
+        """Return the rows of a value [B, T, ...]."""
         batch, layout = self._batch, tuple(value.shape[:2])
         for name, ids in (("tokens", batch.tokens), ("a mask", batch.mask)):
             if ids is not None and layout != ids.shape:
@@ -165,7 +165,7 @@ class RowMaker:
         return pool_tokens(value, keep.to(value.device), str(self._pool))
 
     def _keep(self, layout: tuple[int, ...]) -> Tensor:
-        """[B, T] bool, which tokens become rows, or are pooled."""
+        """[B, T] bool: the tokens that become rows or are pooled."""
         if self._where is None:
             return self._valid(layout)
         wanted = self._entry(self._where)
@@ -177,12 +177,12 @@ class RowMaker:
         return self._valid(layout) & (wanted.cpu() != 0)
 
     def _valid(self, layout: tuple[int, ...]) -> Tensor:
-        """[B, T] bool, which tokens are no padding."""
+        """[B, T] bool: the tokens that are no padding."""
         mask = self._batch.mask
         return mask if mask is not None and mask.shape == layout else torch.ones(layout, dtype=torch.bool)
 
     def _settle(self, pattern: str, layout: tuple[int, ...]) -> None:
-        """All sites share their rows."""
+        """Raise InterpError unless all sites have the same rows."""
         if not self._layout:
             self._layout, self._first = layout, pattern
         if layout != self._layout:
@@ -194,7 +194,7 @@ class RowMaker:
 
 
 def _by_token(pattern: str, value: Tensor) -> Tensor:
-    """What attention computed, [B, N, T, ...], as [B, T, N, ...]."""
+    """Turn [B, N, T, ...] of attention into [B, T, N, ...]."""
     name = Site.parse(pattern).path[0]
     if value.ndim != (4 if name in ATTENTION_TENSORS else 3):
         raise InterpError(
@@ -207,8 +207,8 @@ def _by_token(pattern: str, value: Tensor) -> Tensor:
 def pool_tokens(value: Tensor, keep: Tensor, how: str) -> Tensor:
     """Reduce [B, T, ...] to [B, ...] over the valid tokens; padding may be on either side.
 
-    `keep` is [B, T] bool, at least one in each row; `how` is mean (in float32 or wider, then back in that of
-    `value`), max, first or last.
+    `keep` is [B, T] bool, at least one in each row; `how` is mean (in float32 or wider, returned in the dtype
+    of `value`), max, first or last.
     """
     if how in ("first", "last"):
         places = torch.arange(keep.shape[1], device=keep.device)

@@ -1,8 +1,7 @@
 """How does a process run the model on its share of the batches?
 
-Each site goes straight from the forward pass to where its part is written, so that beside the model little
-more than one value of one site is in memory. From the second batch on the forward pass stops behind the last
-site asked for.
+Each site goes straight from the forward pass to its part on disk, so that beside the model little more than
+one value of one site is in memory. From the second batch on, a forward pass stops after the last site.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,12 +28,12 @@ from forge_interp.hooks.engine.sharding import is_sharded
 from forge_interp.progress import progress as with_progress
 
 Deliver = Callable[[str, Tensor], None]
-"""Is given the rows of a site."""
+"""Function that takes the key and the rows of a site."""
 
 
 @dataclass(eq=False)
 class Share:
-    """What one process extracts: its parts of the batches of `source`, with `sites` as patterns."""
+    """The work of one process: its parts of the batches of `source`, with `sites` as patterns."""
 
     model: nn.Module
     sites: list[str]
@@ -49,13 +48,13 @@ class Share:
     _parts: Parts | None = None
     _writer: PartWriter | None = None
     _columns: tuple[Column, ...] = ()
-    _num_batches: int = 0  # that have come
+    _num_batches: int = 0  # read so far
     _num_recorded: int = 0
-    _num_to_look_at: int = 0  # batches that come into question for `_alone`
+    _num_to_look_at: int = 0  # candidate batches for `_alone`
     _axes_checked: bool = False
 
     def outputs(self) -> dict[str, Any]:
-        """What rows the first and the last batch have, of ready ones the first: `digest` by batch and site.
+        """Return `digest` by batch and site, of the first and the last batch (ready batches: the first).
 
         Collective if the model is shared.
         """
@@ -67,7 +66,7 @@ class Share:
         return found
 
     def in_memory(self) -> dict[str, Tensor]:
-        """Extract all batches; returns all columns. Raises InterpError: several processes share them."""
+        """Extract all batches; return all columns. InterpError: several processes share the batches."""
         if self.processes.size > 1:
             raise InterpError(f"{self.processes.size} processes share an extraction; expected out, a folder")
         with closing(PartWriter((), None)) as self._writer:
@@ -75,10 +74,10 @@ class Share:
             return self._writer.tensors()
 
     def to_disk(self, parts: Parts, resume: bool) -> bool:
-        """Write the parts of this share that are not there yet, and the index if no other part is missing.
+        """Write the missing parts of this share, and the index if no other part is missing.
 
-        Returns whether all were there before. Collective if there is a group. InterpError: parts are of
-        another call; or the batches are not those of the parts.
+        Returns whether all parts existed before. Collective if there is a group. InterpError: parts belong to
+        another call, or the batches are not those of the parts.
         """
         processes, num_parts = self.processes, self.source.num_parts
         start, stop = processes.share(num_parts)
@@ -112,7 +111,7 @@ class Share:
         return index is not None and (stop is None or start < stop) and not self._num_recorded
 
     def _batches(self, start: int, stop: int | None, limit: int | None, written: Written) -> Iterator[Batch]:
-        """The batches of the parts [start, stop) that are not written; those that are must be the same."""
+        """Yield batches of the missing parts in [start, stop); batches of written parts must be the same."""
         seen: Written = {}
         per_part, num_batches = self.source.batches_per_part, self.source.num_batches
         last = None if stop is None or num_batches is None else min(stop * per_part, num_batches)
@@ -160,7 +159,7 @@ class Share:
 
     @contextmanager
     def _capture(self, stops: bool) -> Iterator[Activations]:
-        """A capture of all sites that turns values into rows, in evaluation mode and without gradients."""
+        """Open a capture that turns values of all sites into rows, in evaluation mode, without gradients."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         options: dict[str, Any] = {
@@ -177,7 +176,7 @@ class Share:
                 module.training = training
 
     def _record(self, acts: Activations, batch: Batch, alone: Alone | None) -> None:
-        """Extract one batch, and publish its part if it was the last of it."""
+        """Extract one batch; publish its part after the part's last batch."""
         if self._writer is None:
             assert self._parts is not None
             self._parts.folder.mkdir(parents=True, exist_ok=True)
@@ -209,17 +208,16 @@ class Share:
         self._writer = None
 
     def _forward(self, acts: Activations, batch: Batch, deliver: Deliver = lambda key, rows: None) -> None:
-        """Run the model on a batch, whose rows go to `deliver`."""
+        """Run the model on a batch, and pass its rows to `deliver`."""
         acts.clear()
         self.rows.start(batch)
         self._deliver = deliver
         self.feed(batch)
 
     def _alone(self, acts: Activations, batch: Batch) -> Alone | None:
-        """Rows of a sample without padding, of the first two batches that have some and then ever fewer.
+        """Return rows of a sample without padding, for the padded batches 1, 2, 3, 5, 9, 17, ...; else None.
 
-        That is of 1, 2, 3, 5, 9, 17, ... Processes in step run equally often, whichever of their batches are
-        padded.
+        Processes in step run equally often, whichever of their batches are padded.
         """
         if not self.check_padding:
             return None
@@ -236,9 +234,9 @@ class Share:
         return Alone(*found, rows) if found else None
 
     def _check_axes(self, acts: Activations, batch: Batch) -> None:
-        """With as many tokens as samples, run the batch again with a sample less: do they come first?
+        """With as many tokens as samples, run the batch with one sample less: which axis is first?
 
-        Raises InterpError: they do not; or this cannot be tried.
+        InterpError: samples are not first, or the batch cannot be cut.
         """
         if self._axes_checked or (self.rows.square and batch.size == 1):
             return

@@ -1,1 +1,1 @@
-"""How taps reach the modules of a model, and how values are copied and put together."""
+"""How do taps reach the modules of a model, and how are values copied and gathered?"""

@@ -1,4 +1,4 @@
-"""How a call of attention is noticed in a model that nobody changed, and given to taps."""
+"""How is a call of attention in an unchanged model intercepted and passed to taps?"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,16 +19,16 @@ from forge_interp.hooks.engine.torch_private import function_modes
 from forge_interp.hooks.sites import ATTENTION_TENSORS
 
 Attend = Callable[..., Tensor]
-"""(the true function, its args, its kwargs, what was done to these before) -> the result."""
+"""Function from (the original function, its args, its kwargs, their lineage) to the result."""
 _SDPA = F.scaled_dot_product_attention
 _NAME = threading.RLock()
 
 
 class Interception(TorchFunctionMode):
-    """Hands each attention of this thread to a function, while active.
+    """While active, passes each attention of this thread to a function.
 
-    That is `F.scaled_dot_product_attention`, and products of a softmax over keys with values.
-    `nn.MultiheadAttention` calls it inside a function that a mode sees as a whole: the name is exchanged.
+    Attention is `F.scaled_dot_product_attention`, and products of a softmax over keys with values. A mode
+    sees `nn.MultiheadAttention` as a single function: inside it, the name of the former is replaced.
     """
 
     def __init__(self, attend: Attend) -> None:
@@ -52,7 +52,7 @@ class Interception(TorchFunctionMode):
 
 
 def not_called(model: nn.Module) -> str:
-    """Why a module has no attention to capture, and what to do in this model."""
+    """Explain why a module has no attention to capture, and what to do in this model."""
     modules, advice = list(model.modules()), list[str]()
     if any(hasattr(module, "set_attn_implementation") for module in modules):
         advice += ["call model.set_attn_implementation('sdpa') or 'eager'"]
@@ -72,7 +72,7 @@ def is_intercepted() -> bool:
 
 @contextmanager
 def _exchanged(attend: Attend) -> Iterator[None]:
-    """All threads see the exchanged name, and only one may exchange it."""
+    """Replace the name `F.scaled_dot_product_attention`; all threads see it, and one at a time may do it."""
     with _NAME:
         before = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = lambda *args, **kwargs: attend(before, args, kwargs)
@@ -85,7 +85,7 @@ def _exchanged(attend: Attend) -> Iterator[None]:
 def serve(
     taps: list[Tap], attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], lineage: Lineage
 ) -> AttentionCall:
-    """Run one attention call through taps; the model goes on with what it returned."""
+    """Run one attention call through taps; the model continues with the output of the returned call."""
     edits, early, late = (
         [tap for tap in taps if tap.phase is phase]
         for phase in (Phase.EDIT, Phase.BEFORE_EDITS, Phase.AFTER_EDITS)
@@ -113,7 +113,7 @@ def serve(
 def _edited(
     attention: Callable[..., Tensor], call: AttentionCall, edits: list[Tap], captures: list[Tap]
 ) -> AttentionCall:
-    """Edit the tensors of a call in the order in which they arise, and give them to the captures."""
+    """Edit the tensors of a call in the order of their computation, and pass them to the captures."""
     named = {name: [tap for tap in edits if tap.site.path == (name,)] for name in ATTENTION_TENSORS}
     for name, attribute in (("q", "query"), ("k", "key"), ("v", "value")):
         for tap in named[name]:

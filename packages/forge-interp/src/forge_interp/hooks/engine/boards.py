@@ -1,7 +1,7 @@
-"""How taps are attached to the modules of a model, and which calls of modules a thread is in the middle of.
+"""How are taps attached to the modules of a model, and which module calls is a thread in?
 
-All taps on a module share one set of hooks, held by a board, so that the order is the same whoever came
-first: captures that want the value before edits, then edits, then all other captures.
+All taps on a module share one set of hooks, held by a board, so that the order does not depend on which tap
+came first: captures that want the value before edits, then edits, then all other captures.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COMPILED_INSIDE = (
 class _Board:
     """The taps of one module, in their order, and the hooks that serve them.
 
-    A copy of a module takes copies of its hooks along, also through a pickle: those lead to an empty board.
+    A copy of a module, also through a pickle, has copies of its hooks: they lead to an empty board.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class _Board:
         return [tap for tap in self.taps if not tap.is_on_attention]
 
     def hang(self, module: nn.Module) -> None:
-        """Have the module call it; InterpError where it cannot, for it is TorchScript."""
+        """Register the hooks on a module; InterpError for TorchScript, which calls no hooks."""
         if isinstance(module, torch.jit.ScriptModule):
             raise InterpError(
                 f"{type(module).__name__} is TorchScript, whose modules call no hooks; give the model that "
@@ -74,7 +74,7 @@ class _Board:
         order_hooks(module, [number for number in module._forward_hooks if number not in recording])
 
     def take_down(self) -> None:
-        """Have the module no longer call it, though it may still be running."""
+        """Remove the hooks from the module, even while it runs."""
         while _RUNNING.innermost(self) is not None:
             _RUNNING.leave(self)
         for handle in self._handles:
@@ -112,7 +112,7 @@ class _Board:
 
 
 def _refuse_backward(tap: Tap, gradient: Tensor) -> None:
-    """A backward pass through this output would recompute attention without an edit that was made."""
+    """Refuse a backward pass that would recompute attention without an edit."""
     raise InterpError(
         f"edit of {str(tap.site)!r}: activation checkpointing (or no_grad) is inside that module: the edit "
         "is not made again when attention is recomputed; name the module inside that is checkpointed, or "
@@ -122,7 +122,7 @@ def _refuse_backward(tap: Tap, gradient: Tensor) -> None:
 
 @dataclass(eq=False)
 class _Call:
-    """A call of a module that has not ended."""
+    """A module call that has not ended."""
 
     board: _Board
     numbers: dict[Tap, int | None]  # of this call, as each tap on the module itself counts
@@ -133,14 +133,14 @@ class _Call:
 
 
 class _Running(threading.local):
-    """The calls of modules that a thread is in, innermost last."""
+    """The module calls that a thread is in, innermost last."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._is_busy = False
 
     def enter(self, board: _Board) -> None:
-        """A module is called; number the call for each tap on it.
+        """Enter a module call; number it for each tap on the module.
 
         In a backward pass and on other threads the `with` does not intercept.
         """
@@ -154,11 +154,11 @@ class _Running(threading.local):
         self._calls.append(call)
 
     def innermost(self, board: _Board) -> _Call | None:
-        """The innermost call of a module."""
+        """Return the innermost call of a module."""
         return next((call for call in reversed(self._calls) if call.board is board), None)
 
     def number(self, board: _Board, tap: Tap) -> int | None:
-        """Of the innermost call of a module; a tap that came meanwhile counts from here."""
+        """Return the number of a module's innermost call; a tap attached during the call begins here."""
         call = self.innermost(board)
         if call is None:
             return tap.begin()
@@ -167,9 +167,9 @@ class _Running(threading.local):
         return call.numbers[tap]
 
     def leave(self, board: _Board) -> list[Tap]:
-        """A module is left, and with it those inside that an exception passed through.
+        """Leave a module call, and the calls inside it that an exception ended.
 
-        Gives edits of attention that would be missed if it was recomputed.
+        Returns edits of attention that a recomputation would miss.
         """
         of_board = self.innermost(board)
         call = None
@@ -182,7 +182,7 @@ class _Running(threading.local):
     def attend(
         self, attention: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any], lineage: Lineage
     ) -> Tensor:
-        """Run one attention call through the taps; a call meanwhile is the same, seen by an outer `with`."""
+        """Run one attention call through the taps; a nested call, for an outer `with`, passes unchanged."""
         taps = [] if self._is_busy else self._listeners()
         if not taps:
             return attention(*args, **kwargs)
@@ -197,7 +197,7 @@ class _Running(threading.local):
             self._is_busy = False
 
     def check_complete(self, board: _Board, output: Any) -> None:
-        """Raise InterpError where attention gave fewer numbers than are in an output as wide as its heads."""
+        """Raise InterpError where attention made only a part of an output that is as wide as its heads."""
         call, paths = self.innermost(board), values.tensor_paths(output)
         outputs = [] if call is None else call.outputs
         if not outputs or not paths:
@@ -211,7 +211,7 @@ class _Running(threading.local):
             )
 
     def _listeners(self) -> list[Tap]:
-        """The taps of each owner's innermost running module."""
+        """Return the taps of each owner's innermost running module."""
         found: list[Tap] = []
         here = _part_of_graph()
         for call in reversed(self._calls):
@@ -223,7 +223,7 @@ class _Running(threading.local):
 
 
 def _part_of_graph() -> tuple[bool, Any]:
-    """What differs inside and outside of a checkpointed part: gradients are off, or saved otherwise."""
+    """Return a value that differs between the inside and the outside of a checkpointed part."""
     return torch.is_grad_enabled(), saved_tensors_hooks()
 
 
@@ -237,7 +237,7 @@ _LOCK = threading.RLock()
 
 @contextmanager
 def attached(taps: Sequence[Tap]) -> Iterator[None]:
-    """Attach taps for the time of a `with`; compiled models run eagerly then, or hooks were passed over."""
+    """Attach taps for the time of a `with`; compiled models run eagerly inside, so that hooks are called."""
     with ExitStack() as stack:
         for tap in taps:
             with _LOCK:
@@ -263,9 +263,9 @@ def _detach(tap: Tap) -> None:
 
 
 class _Eagerly:
-    """While any `with` of it is open no compiled code runs; then, what was allowed before is allowed again.
+    """While any of its `with` blocks is open, no compiled code runs; afterwards the earlier stance returns.
 
-    Before the compiler is loaded, nothing is compiled: it is not loaded for this.
+    It does not load the compiler, without which nothing is compiled.
     """
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ class _Eagerly:
             raise InterpError(_COMPILED_INSIDE) from error
 
     def check(self) -> None:
-        """A module is called: refuse it in code that is being compiled."""
+        """Refuse a module call in code that is being compiled."""
         if self._is_compiler_free and (torch.compiler.is_compiling() or is_frame_compiled()):
             raise InterpError(_COMPILED_INSIDE)
         if self._stance is None and not self._is_compiler_free and FLEX in sys.modules:
@@ -300,7 +300,7 @@ class _Eagerly:
 
     @property
     def _is_compiler_free(self) -> bool:
-        """Whether the compiler is there and may compile, as it was loaded inside the `with`."""
+        """Whether the compiler is loaded and may compile: it was loaded inside the `with`."""
         return self._stance is None and "torch._dynamo" in sys.modules
 
 

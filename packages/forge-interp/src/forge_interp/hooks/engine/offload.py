@@ -1,4 +1,4 @@
-"""How captured values are copied: once, to where they are wanted."""
+"""How are captured values copied once, to the device where they are wanted?"""
 
 from collections.abc import Callable
 
@@ -7,10 +7,9 @@ from torch import Tensor
 
 
 class Offload:
-    """Copies values to a device; None leaves copies where the values are.
+    """Copies values to a device; with None the copies stay on the device of the values.
 
-    From a GPU to the CPU values go into pinned memory, and what `copy` makes holds nobody up: it is valid
-    after `wait`.
+    From a GPU to the CPU values go into pinned memory, without waiting: a copy is valid after `wait`.
     """
 
     def __init__(self, device: torch.device | str | None) -> None:
@@ -18,7 +17,7 @@ class Offload:
         self._sources: set[torch.device] = set()  # GPUs from which copies may still be on their way
 
     def copy(self, value: Tensor) -> Tensor:
-        """A copy that no later operation of the model changes, to be used in any mode; valid after `wait`."""
+        """Return a copy that later operations do not change, for use in any mode; valid after `wait`."""
         if value.is_inference() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return self.copy(value)
@@ -28,24 +27,24 @@ class Offload:
         return value.clone(memory_format=torch.contiguous_format) if is_dense else value.clone()
 
     def kept(self, value: Tensor) -> Tensor:
-        """A value that nobody else has, where it belongs; valid after `wait`."""
+        """Move a value that nobody else uses to the device; valid after `wait`."""
         return value if self._is_there(value) else self._moved(value)
 
     def send(self, value: Tensor, deliver: Callable[[Tensor], None]) -> None:
-        """Hand a value over: itself if it is there already, else its copy once arrived."""
+        """Pass a value on: the value itself if it is on the device, else its copy after it has arrived."""
         if not self._is_there(value):
             value = self._moved(value)
             self.wait()
         deliver(value)
 
     def wait(self) -> None:
-        """Return when all copies have arrived."""
+        """Wait until all copies have arrived."""
         for device in self._sources:
             torch.cuda.synchronize(device)
         self._sources.clear()
 
     def _is_there(self, value: Tensor) -> bool:
-        """Whether a value needs no move; a target without a number is any device of its kind."""
+        """Whether a value is on the target device; a target without an index is any device of its type."""
         target, device = self._device, value.device
         return target is None or (target.type == device.type and target.index in (None, device.index))
 

@@ -1,4 +1,4 @@
-"""Where a forward pass of a model begins and ends, for a capture that looks at whole passes."""
+"""Where does a forward pass of a model begin and end, for a capture of complete passes?"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from forge_interp.hooks.engine.torch_private import call_name
 
 
 class Stop(Exception):
-    """Not an error: ends a forward pass early."""
+    """Ends a forward pass early; it is no error."""
 
     def __init__(self, of: object) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Stop(Exception):
 
 
 class _Call:
-    """Stands for a function of a model; a copy of the model, also by pickle, gets the function it had."""
+    """Stands for a function of a model; a copy of the model, also by pickle, gets the original function."""
 
     def __init__(self, model: nn.Module, name: str, run: Callable[..., Any]) -> None:
         update_wrapper(self, getattr(model, name))
@@ -37,14 +37,14 @@ class _Call:
 
 
 class _Passes(threading.local):
-    """How deep this thread is in passes; a model that calls itself makes no second one."""
+    """Depth of a model's nested calls on this thread; a model that calls itself begins no second pass."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self.depth = 0
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of the model, which gives None where the owner stops it."""
+        """Call the forward of the model; None where the owner stops it."""
         if self.owner.is_over():
             return None
         self.depth += 1
@@ -58,7 +58,7 @@ class _Passes(threading.local):
             self.depth -= 1
 
     def whole(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The same with all hooks."""
+        """Call the model with all hooks, as one pass."""
         if self.depth:
             return call(*args, **kwargs)
         self.owner.begin_pass()
@@ -69,9 +69,9 @@ class _Passes(threading.local):
 
 @contextmanager
 def passes_of(model: nn.Module, owner: Any) -> Iterator[Callable[[nn.Module], bool]]:
-    """Tell `owner` of the passes of a model: it has `begin_pass`, `end_pass`, and `is_over`, not to go on.
+    """Report a model's passes to `owner`, by `begin_pass` and `end_pass`; `is_over` ends a pass early.
 
-    Yields whether a hook of a module runs inside a pass; hooks of the model itself do so before and after.
+    Yields a function: does a hook of a module run inside a pass? Hooks of the model run before and after.
     """
     passes = _Passes(owner)
     runs = {"forward": passes.forward, call_name(model): passes.whole}

@@ -1,4 +1,4 @@
-"""What a value is in full when tensor parallelism holds only a part of it on this rank."""
+"""What is the full value when tensor parallelism holds only a part of it on this rank?"""
 
 import math
 import sys
@@ -29,16 +29,16 @@ class _Layout:
 
     @property
     def dim(self) -> int:
-        """The dimension that is split."""
+        """The split dimension."""
         return next(p.dim for p in self.placements if p.is_shard())
 
     @property
     def groups(self) -> list[Any]:
-        """The process groups it is split over."""
+        """The process groups over which the matrix is split."""
         return [self.mesh.get_group(i) for i, p in enumerate(self.placements) if p.is_shard()]
 
     def gathered(self, value: Tensor, dim: int, size: int) -> Tensor:
-        """The value whose `dim` is split as this matrix is, `size` long in full. Collective."""
+        """Gather a value whose `dim`, in full `size` long, is split as this matrix is. Collective."""
         from torch.distributed.tensor import Replicate, Shard
 
         shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
@@ -46,7 +46,7 @@ class _Layout:
         return joined(value.contiguous(), self.mesh, split, shape).full_tensor()
 
     def local_size(self) -> int:
-        """How long the split dimension is on this rank."""
+        """Return the length of the split dimension on this rank."""
         size = self.shape[self.dim]
         for i, placement in enumerate(self.placements):
             if placement.is_shard():
@@ -56,12 +56,11 @@ class _Layout:
 
 
 class Spread:
-    """How the values of one model, parallelized already, are spread over the ranks of tensor parallelism.
+    """How the values of one parallelized model are spread over the ranks of tensor parallelism.
 
-    DTensors say it. For plain tensors it follows from the module's own weights: the output of a column-split
-    linear layer, the input of a row-split one. Attention is split by heads if its module has split weights
-    and the ranks hold different ones. Any other plain tensor must be the same on all ranks, which the first
-    at each site is held to.
+    A DTensor says how it is spread. A plain tensor is split if it is the output of a column-split or the
+    input of a row-split linear layer. Attention is split by heads if its module has split weights and the
+    ranks hold different heads. Any other plain tensor must be equal on all ranks (checked once a site).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -75,11 +74,11 @@ class Spread:
         return bool(self._layouts)
 
     def full(self, value: Tensor, module: nn.Module, site: Site, followed: Tensor | None = None) -> Tensor:
-        """The whole value of a site. Collective if the model is tensor parallel, else the value itself.
+        """Return the full value of a site. Collective if the model is tensor parallel, else the value itself.
 
-        What attention computed is [..., N, T, H], [..., N, T, S] or [..., N, T]; `followed` is the query, of
-        a value of attention that follows from it; else the value itself is compared. InterpError where each
-        rank has a part, and nothing says which; or heads are split unevenly.
+        Values of attention are [..., N, T, H], [..., N, T, S] or [..., N, T]. `followed` is the query if such
+        a value depends on the query; without it the value itself is compared between ranks. InterpError where
+        ranks hold parts that no weight explains, or heads are split unevenly.
         """
         if is_dtensor(value):
             return value.full_tensor()  # type: ignore[attr-defined]
@@ -95,11 +94,11 @@ class Spread:
         return whole
 
     def is_partial(self, value: Tensor, module: nn.Module, site: Site) -> bool:
-        """Whether this rank holds only a part of the value, or a DTensor. Collective as `full`."""
+        """Whether this rank holds only a part of the value, or a DTensor. Collective like `full`."""
         return is_dtensor(value) or self._split(value, module, site, None) is not None
 
     def together(self, act: Callable[[], None]) -> None:
-        """Do what may raise InterpError on one rank: then all raise, and none waits for it. Collective."""
+        """Call `act`, which may raise InterpError on one rank: then all raise and none waits. Collective."""
         failure = None
         try:
             act()
@@ -115,7 +114,7 @@ class Spread:
     def _split(
         self, value: Tensor, module: nn.Module, site: Site, followed: Tensor | None
     ) -> tuple[_Layout, int, int] | None:
-        """The matrix that splits this value, the dimension of the value that it splits, and its full size."""
+        """Return the matrix that splits this value, the split dimension of the value, and its full size."""
         if not self._layouts:
             return None
         if site.part == "attn":
@@ -152,7 +151,7 @@ class Spread:
         return layout, dim, value.shape[dim] * math.prod(group.size() for group in layout.groups)
 
     def _is_same(self, key: str, value: Tensor, *, unclear: bool) -> bool:
-        """Whether all ranks hold about this value, found out once a key; `unclear` where it is constant."""
+        """Whether all ranks hold nearly this value, found once per key; `unclear` where it is constant."""
         if key in self._same:
             return True
         sample = _sample(value)
@@ -168,7 +167,7 @@ class Spread:
         return True
 
     def _largest(self, numbers: Tensor) -> Tensor:
-        """Of each number the largest on all ranks of all groups."""
+        """Return the maximum of each number over all ranks of all groups."""
         numbers = numbers.to(next(iter(self._layouts.values())).mesh.device_type, copy=True)
         for group in self._groups.values():
             torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group)
@@ -187,7 +186,7 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def _sample(value: Tensor) -> Tensor:
-    """[1 + _SAMPLE] float32 on the CPU: the length, and elements at even steps."""
+    """Return [1 + _SAMPLE] float32 on the CPU: the length, and elements at even steps."""
     value = value.detach()
     flat = (torch.view_as_real(value) if value.is_complex() else value).reshape(-1)
     found = flat[:: (-(-len(flat) // _SAMPLE)) | 1][:_SAMPLE].float().nan_to_num().cpu()
@@ -195,7 +194,7 @@ def _sample(value: Tensor) -> Tensor:
 
 
 def _layouts(model: nn.Module) -> Iterator[tuple[nn.Module, _Layout]]:
-    """The matrices that tensor parallelism splits, at rest too; what is split of experts is another thing."""
+    """Yield the matrices that tensor parallelism splits, sharded by FSDP2 or not; 3D experts are left out."""
     found: list[tuple[nn.Module, Any, Any, torch.Size]] = []
     of_fsdp: set[int] = set()
     for module, spec in (pair for unit in model.modules() if is_unit(unit) for pair in fsdp_parameters(unit)):

@@ -1,4 +1,4 @@
-"""Who is given what flows through a site, and at which of its calls: `Tap.begin` alone counts them."""
+"""Who receives the values at a site, and at which of its calls? `Tap.begin` alone counts the calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge_interp.hooks.sites import Site, unwrapped
 
 
 class Phase(IntEnum):
-    """When a tap has its turn."""
+    """The order in which taps run."""
 
     BEFORE_EDITS = 0
     EDIT = 1
@@ -28,18 +28,18 @@ class Phase(IntEnum):
 class Tap:
     """A callback on one site of one module.
 
-    `act` is called with the site (its call filled in), the module and the value (of attention, for a capture,
-    the `AttentionCall`); a tensor that it returns takes the value's place.
+    `act` takes the site (with its call number), the module and the value (for a capture of attention the
+    `AttentionCall`); a tensor that it returns replaces the value.
     """
 
     site: Site  # without wildcards
-    module: nn.Module  # for attention what a checkpoint wrapper wraps, which alone runs again
+    module: nn.Module  # for attention the module in a checkpoint wrapper: it alone runs again
     act: Callable[[Site, nn.Module, Any], Tensor | None]
     phase: Phase
-    owner: object  # of the modules around an attention call, each owner is told by the innermost
-    skip: Callable[[Site, str], None] | None = None  # told why there is no tensor; else that is an error
-    edit: Callable[[Tensor], Tensor] | None = None  # of a tap that edits, the function that does
-    calls: int = 0  # how many have begun, of the module or of attention in it
+    owner: object  # attention calls go to the innermost module among those of an owner
+    skip: Callable[[Site, str], None] | None = None  # takes the reason why there is no tensor; None: an error
+    edit: Callable[[Tensor], Tensor] | None = None  # the function of a tap that edits
+    calls: int = 0  # number of calls begun, of the module or of attention in it
     _backward: int = field(default_factory=backward_number)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -49,9 +49,9 @@ class Tap:
             self.module = unwrapped(self.module)
 
     def begin(self) -> int | None:
-        """The number of a call that begins; None where activation checkpointing makes one again.
+        """Return the number of the call that begins; None where activation checkpointing repeats a call.
 
-        That it does from within a backward pass, begun since the tap was made.
+        Such a repetition runs inside a backward pass that began after the tap was made.
         """
         if backward_number() not in (-1, self._backward) and is_recomputing():
             return None
@@ -60,9 +60,9 @@ class Tap:
         return call
 
     def fire(self, call: int | None, value: Any) -> Tensor | None:
-        """Give it the value of a call; what it returns takes the place of the value.
+        """Call `act` with the value of a call; its result replaces the value.
 
-        Captures have seen what is made again; edits are made again, or the gradient would be another's.
+        A repeated call is edited again, or its gradient would be wrong; captures do not see it again.
         """
         if call is not None:
             is_wanted = self.site.call in (None, call)
@@ -77,7 +77,7 @@ class Tap:
         return None if self.site.call else self.act(self.site.numbered(0), self.module, value)
 
     def replaced(self, call: int | None, value: Tensor) -> Tensor:
-        """What the model goes on with in place of a value; InterpError for another shape or dtype."""
+        """Return the tensor that replaces a value; InterpError for another shape or dtype."""
         new = self.fire(call, value)
         if new is None:
             return value
@@ -88,7 +88,7 @@ class Tap:
         return new
 
     def replaced_in(self, call: int | None, tree: Any, find: Callable[[], tuple[str, ...]]) -> Any:
-        """The same for the tensor at the path that `find` gives in arguments or an output."""
+        """Replace the tensor in arguments or an output at the path that `find` returns."""
         if call is not None and self.site.call not in (None, call):
             return tree
         try:

@@ -1,4 +1,4 @@
-"""Where in nested arguments and outputs a tensor sits, and how to put another in its place."""
+"""Where is a tensor in nested arguments and outputs, and how is it replaced?"""
 
 import copy
 import inspect
@@ -13,7 +13,7 @@ from forge_interp.hooks.sites import Site, spell, unwrapped
 
 
 def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
-    """The tensor at a path of an output; without a path, the output or the first item of a tuple."""
+    """Return the tensor at a path of an output; without a path, the output or a tuple's first item."""
     found = tree
     for key in path or _first(tree):
         try:
@@ -31,7 +31,7 @@ def read(tree: Any, path: tuple[str, ...], site: Site) -> Tensor:
 
 
 def write(tree: Any, path: tuple[str, ...], value: Tensor) -> Any:
-    """The same tree with another tensor at that path; the given tree is not changed."""
+    """Return the tree with another tensor at that path; the argument is not changed."""
     keys = path or _first(tree)
     if not keys:
         return value
@@ -40,14 +40,14 @@ def write(tree: Any, path: tuple[str, ...], value: Tensor) -> Any:
 
 
 def tensor_paths(tree: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The paths of all tensors in nested tuples, mappings and dataclasses."""
+    """Return the paths of all tensors in nested tuples, mappings and dataclasses."""
     if isinstance(tree, Tensor):
         return [prefix]
     return [path for key in _keys(tree) for path in tensor_paths(_child(tree, key), (*prefix, key))]
 
 
 def argument(module: nn.Module, args: tuple, kwargs: dict, site: Site) -> tuple[str, ...]:
-    """Where a site's argument sits: ("args", "0", ...) or ("kwargs", name, ...); InterpError if nowhere."""
+    """Find a site's argument: ("args", "0", ...) or ("kwargs", name, ...); InterpError if there is none."""
     if site.part == "kw":
         name, *rest = site.path
         if name in kwargs:
