@@ -304,6 +304,12 @@ def test_noise_ceiling_is_the_correlation_with_the_truth():
     assert ceiling[2] < 0.2
 
 
+def test_a_voxel_outside_of_the_brain_has_no_noise_ceiling_and_warns_of_nothing():
+    repeats = np.random.default_rng(0).normal(size=(3, 40, 2))
+    repeats[..., 1] = 0
+    assert np.isnan(noise_ceiling(repeats, np.repeat([0, 1], 20))).tolist() == [False, True]
+
+
 def test_blocks_are_shuffled_whole_and_within_their_run():
     runs = np.repeat([0, 1], [25, 40])
     order = _shuffled_blocks(runs, 10, np.random.default_rng(0))

@@ -108,7 +108,8 @@ def encode(
 def noise_ceiling(repeats: Array, runs: Labels) -> np.ndarray:
     """Estimate the correlation [V] of a perfect model with the mean of repeats [R, S, V]; at least 0.
 
-    It is the square root of the mean's reliability: the share of signal in the variance within runs.
+    It is the square root of the mean's reliability: the share of signal in the variance within runs (NaN
+    without variance).
     Source: Sahani and Linden 2003 (NeurIPS 15, eq. 1), as Cronbach's alpha of the repeats.
     """
     y, numbers = np.asarray(as_labels(repeats), dtype=np.float64), as_runs(runs)
@@ -117,7 +118,8 @@ def noise_ceiling(repeats: Array, runs: Labels) -> np.ndarray:
     pieces = (y[:, numbers == run] for run in range(numbers[-1] + 1))
     y = np.concatenate([piece - piece.mean(1, keepdims=True) for piece in pieces], axis=1)
     power = y.mean(0).var(0)
-    reliability = (len(y) * power - y.var(1).mean(0)) / (len(y) - 1) / power
+    with np.errstate(invalid="ignore", divide="ignore"):
+        reliability = (len(y) * power - y.var(1).mean(0)) / (len(y) - 1) / power
     return np.sqrt(reliability.clip(0, 1))
 
 
