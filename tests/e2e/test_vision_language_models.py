@@ -351,8 +351,9 @@ def test_model_of_hugging_face_is_trained_on_two_ranks_as_on_one(forge, written,
 @pytest.mark.slow
 def test_mllama_is_trained_and_exported(forge, written, tmp_path):
     mllama(tmp_path / "mllama")
+    tokenizer = with_image_token(tmp_path / "mllama", 272, "<|image|>")
     model = f'from = "{tmp_path}/mllama"\nfusion = {{ type = "cross-attention", max_visual_tokens = 64 }}'
-    forge("train", written("one", model, f'"{tmp_path}/mllama"', 3, "1e-2"))
+    forge("train", written("one", model, f'"{tmp_path}/mllama"', 3, "1e-2", tokenizer))
     run, out = tmp_path / "one" / "tiny", tmp_path / "out"
     before, after = (dict(load(of).named_parameters()) for of in (tmp_path / "mllama", run))
     for name in ("fusion.place.weight", "encoder.post_tiles.gate.weight", "connector.project.weight"):
