@@ -42,7 +42,7 @@ class Clock:
         """Count the time spent inside under `name`, also when it ends by an exception."""
         start = time.perf_counter()
         if self._between_start is not None:
-            self._tell(BETWEEN, start - self._between_start)
+            self._notify(BETWEEN, start - self._between_start)
             self._between_start = None
         self.enter(name)
         self._open.append(name)
@@ -55,7 +55,7 @@ class Clock:
             if self._inner_s:
                 self._inner_s[-1] += spent
             self._open.pop()
-            self._tell(name, spent)
+            self._notify(name, spent)
             if not self._open:
                 self._between_start = start + spent
             self.enter(self._open[-1] if self._open else BETWEEN)
@@ -68,7 +68,7 @@ class Clock:
         finally:
             self.enter(END)
 
-    def _tell(self, name: str, seconds: float) -> None:
+    def _notify(self, name: str, seconds: float) -> None:
         for listener in self.listeners:
             listener(name, seconds)
 

@@ -71,7 +71,7 @@ class EndTogether:
             self._leave(self._store)
             raise
         except Exception as error:
-            if self._signals.starting and self._is_told(self._store):
+            if self._signals.starting and self._is_stopped(self._store):
                 self._leave(self._store)
                 raise Stopped from error
             raise
@@ -108,7 +108,7 @@ class EndTogether:
             return store.compare_set(FAILED, "", mine).decode(errors="replace")
         return mine
 
-    def _is_told(self, store: Store) -> bool:
+    def _is_stopped(self, store: Store) -> bool:
         with suppress(RuntimeError):  # it may be gone
             store.set_timeout(timedelta(seconds=LINGER_S))
             return store.check([STOPPED])

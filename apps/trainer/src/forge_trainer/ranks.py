@@ -78,9 +78,11 @@ def keep_in_touch(
         dist.all_reduce(sums, group=group)
         working, failures, total = sums.tolist()
         if failures:
-            said: list[str | None] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(said, str(mine[0]) if mine else None, group=group)
-            raise mine[0] if mine else DataError(f"on another rank: {next(filter(None, said), 'an error')}")
+            messages: list[str | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(messages, str(mine[0]) if mine else None, group=group)
+            raise (
+                mine[0] if mine else DataError(f"on another rank: {next(filter(None, messages), 'an error')}")
+            )
         if not working:
             thread.join()
             return done[0]

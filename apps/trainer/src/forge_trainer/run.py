@@ -80,7 +80,7 @@ class Run:
 
     def train(self) -> Verdict:
         """Train to the end, or until a guard stops the run; roll back after trouble. Collective."""
-        self._tell(lambda hook: hook.on_start(self.progress))
+        self._notify(lambda hook: hook.on_start(self.progress))
         if self.progress.step == 0 and self.job.checkpoint.keep_initial:
             with self.clock.span("save"):
                 self.save()
@@ -91,7 +91,7 @@ class Run:
                     break
         if verdict is Verdict.SAVE:  # of its last step: it is complete
             verdict = Verdict.CONTINUE
-        self._tell(lambda hook: hook.on_end(self.progress, verdict))
+        self._notify(lambda hook: hook.on_end(self.progress, verdict))
         return verdict
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ class Run:
 
     def _train(self) -> Verdict:
         config = self.job.resilience
-        repeated = Repeated(self.step, config.check_every_steps, self._tell_of_repetition)
+        repeated = Repeated(self.step, config.check_every_steps, self._report_repetition)
         verdict = train(
             repeated if config.repeat_bad_steps else self.step,
             self.data.batches(),
@@ -177,12 +177,12 @@ class Run:
             self.checkpoints.finish(self.progress)
         return verdict
 
-    def _tell(self, what: Callable[[Hook], None]) -> None:
+    def _notify(self, what: Callable[[Hook], None]) -> None:
         with self.clock.span(Hook.span):
             for hook in self.hooks:
                 what(hook)
 
-    def _tell_of_repetition(self, step: int, finite: bool) -> None:
+    def _report_repetition(self, step: int, finite: bool) -> None:
         """Log on the first rank what the repetition of a step showed."""
         if self.env.rank == 0:
             exact = self.job.job.deterministic or self.mesh.device.type == "cpu"

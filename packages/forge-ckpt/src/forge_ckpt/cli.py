@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CANNOT
     except (CheckpointError, OSError, ValueError) as error:
-        told = str(error).encode("utf-8", "backslashreplace").decode()
-        sys.stderr.write(f"{told}\n")
+        message = str(error).encode("utf-8", "backslashreplace").decode()
+        sys.stderr.write(f"{message}\n")
         return FOUND if isinstance(error, DamagedError) and options.run is not _diff else CANNOT
 
 
@@ -154,9 +154,9 @@ def _steps(store: Store) -> list[int]:
 
 def _say_rows(found: Iterable[Row], options: argparse.Namespace) -> int:
     states = []
-    for told in found:
-        say_row(told, options.json)
-        states.append(told["state"])
+    for entry in found:
+        say_row(entry, options.json)
+        states.append(entry["state"])
     return code_of(states)
 
 
@@ -164,17 +164,17 @@ def _fsck(options: argparse.Namespace) -> int:
     from forge_ckpt.inspect.fsck import fsck
 
     code = FINE
-    for told in fsck(_store(options).root):
-        code = told.get("code", code)
+    for entry in fsck(_store(options).root):
+        code = entry.get("code", code)
         if options.json:
-            say_json(told)
-        elif told["what"] == "checkpoint":
-            say_row(told, as_json=False)
+            say_json(entry)
+        elif entry["what"] == "checkpoint":
+            say_row(entry, as_json=False)
         else:
             more = "  ".join(
-                str(told[key]) for key in ("name", "step", "state", "why") if told.get(key, -1) != -1
+                str(entry[key]) for key in ("name", "step", "state", "why") if entry.get(key, -1) != -1
             )
-            say(f"{told['what']:>9}  {more}")
+            say(f"{entry['what']:>9}  {more}")
     return code
 
 
@@ -189,8 +189,8 @@ def _show(options: argparse.Namespace) -> int:
         say_json(about | {"meta": opened.meta, "values": opened.values, "tensors": tensors})
         return FINE
     say(f"step {opened.step}, torch {opened.torch}, {opened.world_size} ranks, meta {opened.meta}")
-    for key, told in tensors.items():
-        say(f"  {key}  {told['dtype']} {told['shape']} in {told['boxes']} boxes")
+    for key, entry in tensors.items():
+        say(f"  {key}  {entry['dtype']} {entry['shape']} in {entry['boxes']} boxes")
     return FINE
 
 
@@ -203,9 +203,9 @@ def _diff(options: argparse.Namespace) -> int:
     from forge_ckpt.inspect.compare import compare
 
     code = FINE
-    for told in compare(options.a.resolve(), options.b.resolve()):
+    for entry in compare(options.a.resolve(), options.b.resolve()):
         code = FOUND
-        say_json(told) if options.json else say(f"{told['tensor']}  {told['difference']}")
+        say_json(entry) if options.json else say(f"{entry['tensor']}  {entry['difference']}")
     return code
 
 
@@ -272,5 +272,5 @@ def _prune(options: argparse.Namespace) -> int:
     return FINE
 
 
-def _done(options: argparse.Namespace, line: str, **told: object) -> None:
-    say_json(told) if options.json else say(line)
+def _done(options: argparse.Namespace, line: str, **fields: object) -> None:
+    say_json(fields) if options.json else say(line)

@@ -127,18 +127,20 @@ def require_cover(name: str, shape: Shape, layout: Layout) -> None:
     Raises:
         CheckpointError: they do not.
     """
-    told = f"the boxes of {name}, {list(shape)}, do not make it up:"
+    problem = f"the boxes of {name}, {list(shape)}, do not make it up:"
     if not len(layout.ranks) == len(layout.starts) == len(layout.sizes):
-        raise CheckpointError(f"{told} their number is not clear")
+        raise CheckpointError(f"{problem} their number is not clear")
     for start, size in zip(layout.starts, layout.sizes, strict=True):
         if not len(start) == len(size) == len(shape) or not all(
-            a >= 0 and n > 0 and a + n <= whole for a, n, whole in zip(start, size, shape, strict=True)
+            a >= 0 and n > 0 and a + n <= length for a, n, length in zip(start, size, shape, strict=True)
         ):
-            raise CheckpointError(f"{told} one starts at {start} and has {size}")
+            raise CheckpointError(f"{problem} one starts at {start} and has {size}")
     if sum(prod(size) for size in layout.sizes) != prod(shape):
-        raise CheckpointError(f"{told} they hold {sum(map(prod, layout.sizes))} elements, not {prod(shape)}")
+        raise CheckpointError(
+            f"{problem} they hold {sum(map(prod, layout.sizes))} elements, not {prod(shape)}"
+        )
     if len(layout.sizes) > 1 and _overlap(layout):
-        raise CheckpointError(f"{told} some overlap")
+        raise CheckpointError(f"{problem} some overlap")
 
 
 def _overlap(layout: Layout) -> bool:

@@ -202,7 +202,7 @@ def _epochs(folder: Path) -> list[int]:
 
 def _watch(folder: Path, epoch: int, beat_s: float, stale_s: float) -> bool:
     """Whether the holder of an epoch lives; False also when the epoch is no longer the newest."""
-    end_s, told = time.monotonic() + stale_s, False
+    end_s, is_reported = time.monotonic() + stale_s, False
     first = _signs(folder, epoch)
     while True:
         if _is_free(folder, epoch) or newest_epoch(folder) > epoch:
@@ -215,9 +215,9 @@ def _watch(folder: Path, epoch: int, beat_s: float, stale_s: float) -> bool:
             return True
         if time.monotonic() > end_s:
             return False
-        if not told:
+        if not is_reported:
             log.warning("looking for up to %.0f s whether %s still writes %s", stale_s, holder, folder.parent)
-            told = True
+            is_reported = True
         time.sleep(min(beat_s, stale_s) / 4)
 
 

@@ -355,8 +355,8 @@ class _Version(msgspec.Struct):
 
 
 def _checked(path: Path) -> bytes:
-    told, _, body = read_file(path).partition(b"\n")
-    if digest(body).hex().encode() != told:
+    expected, _, body = read_file(path).partition(b"\n")
+    if digest(body).hex().encode() != expected:
         raise DamagedError(path, "does not match its digest")
     return body
 

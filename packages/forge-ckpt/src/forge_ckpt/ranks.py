@@ -95,7 +95,7 @@ class Ranks:
             raise CheckpointError(answer[1])
         return answer[0]
 
-    def held(self, tensors: Mapping[str, Entry]) -> tuple[list[dict[str, Entry]], list[int]]:
+    def distinct_tables(self, tensors: Mapping[str, Entry]) -> tuple[list[dict[str, Entry]], list[int]]:
         """Return the different tables of tensors of all ranks, and the table of each rank. Collective."""
         mine = msgspec.json.encode(dict(sorted(tensors.items())))
         digests = self.gather(digest(mine))
@@ -123,7 +123,7 @@ class Ranks:
         return [msgspec.json.decode(data) for data in self.to_first(mine if is_first else None) if data]
 
     def share(
-        self, boxes: Mapping[str, Box], held: Sequence[Mapping[str, Entry]], held_of: Sequence[int]
+        self, boxes: Mapping[str, Box], tables: Sequence[Mapping[str, Entry]], table_of: Sequence[int]
     ) -> dict[str, Box]:
         """Decide which rank writes boxes that several ranks hold, so that each writes some. Collective.
 
@@ -136,7 +136,7 @@ class Ranks:
         names = sorted(boxes)
         places = [(boxes[name].offsets, tuple(boxes[name].values.shape)) for name in names]
         first = np.packbits(np.array([boxes[name].is_first_copy is True for name in names], dtype=bool))
-        mine = (held_of[self.rank], digest(msgspec.json.encode(places)))
+        mine = (table_of[self.rank], digest(msgspec.json.encode(places)))
         everyone = self.gather((mine, first.tobytes()))
         alike = [rank for rank, (which, _) in enumerate(everyone) if which == mine]
         due = np.bitwise_or.reduce([np.frombuffer(everyone[rank][1], np.uint8) for rank in alike])
@@ -147,9 +147,9 @@ class Ranks:
         for name in sorted(names, key=lambda name: (-boxes[name].values.nbytes, name)):
             holders = alike
             if boxes[name].is_first_copy is None:
-                among = tuple(name in one for one in held)
+                among = tuple(name in one for one in tables)
                 if among not in holders_of:
-                    holders_of[among] = [rank for rank, which in enumerate(held_of) if among[which]]
+                    holders_of[among] = [rank for rank, which in enumerate(table_of) if among[which]]
                 holders = holders_of[among]
             if holders == alike and (due_of[name] or boxes[name].is_first_copy is None):
                 num_bytes, writers[name] = least[0]

@@ -53,7 +53,7 @@ class Saver:
         self.failures = 0
         self._store, self._state, self._observe = store, state, observe
         self._asynchronous = asynchronous
-        self._told = self._unjudged = False
+        self._is_reported = self._unjudged = False
         self._ranks_here: int | None = None
         self._step = -1
         self._buffers: dict[str, Tensor] = {}
@@ -117,16 +117,16 @@ class Saver:
             )
             thread.start()
         except (MemoryError, RuntimeError) as error:
-            self._tell_once(f"the state could not be copied: {str(error).partition(chr(10))[0]}")
+            self._report_once(f"the state could not be copied: {str(error).partition(chr(10))[0]}")
             return False
         except ValueError:  # something cannot be saved: the save says so, on all ranks
             return False
         self._thread = thread
         return True
 
-    def _tell_once(self, reason: str) -> None:
-        if not self._told:
-            self._told = True
+    def _report_once(self, reason: str) -> None:
+        if not self._is_reported:
+            self._is_reported = True
             log.warning("training waits for checkpoints: %s", reason)
 
     def finish(self) -> None:
@@ -188,5 +188,7 @@ class Saver:
         needed *= self._ranks_here or 1  # which all take their copies now
         if free is None or needed <= free:
             return True
-        self._tell_once(f"a copy of the state takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+        self._report_once(
+            f"a copy of the state takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        )
         return False

@@ -112,21 +112,21 @@ class TrainState:
                 if not made_with[key].is_of(group[key]):
                     _set(group, key, made_with[key].restored())
 
-    def targets(self, held: Mapping[str, Entry]) -> dict[str, Tensor]:
+    def targets(self, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
         """Return the tensors to load a checkpoint into; missing optimizer state is created.
 
         To go back to a checkpoint without some state, remove that state from the optimizer first.
 
         Args:
-            held: the tensors of the checkpoint; optimizer state of parameters that this rank does not have,
-                or does not train, is ignored.
+            entries: the tensors of the checkpoint; optimizer state of parameters that this rank does not
+                have, or does not train, is ignored.
         """
         for parameter, kind in self._blanks:  # another checkpoint, which was not loaded after all, held them
             self._optimizer.state[parameter].pop(kind, None)
         self._blanks.clear()
         parameters = {name: parameter for parameter, name in self._names.items()}
         groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
-        for key, entry in held.items():
+        for key, entry in entries.items():
             if not key.startswith(OPTIMIZER):
                 continue
             kind, _, name = key.removeprefix(OPTIMIZER).partition(".")

@@ -147,9 +147,9 @@ class Store:
         ranks = self._ranks
         boxes = ranks.each(lambda: self._boxes(_captured(snapshot).tensors))
         snapshot = _captured(snapshot)
-        held, held_of = ranks.held({key: box.entry for key, box in boxes.items()})
+        tables, table_of = ranks.distinct_tables({key: box.entry for key, box in boxes.items()})
         values = ranks.values_to_first(snapshot.values)
-        boxes = ranks.share(boxes, held, held_of)
+        boxes = ranks.share(boxes, tables, table_of)
         written = ranks.each(lambda: self._write(temporary, boxes))
         everyone = ranks.to_first(written)
 
@@ -157,7 +157,7 @@ class Store:
             import torch
 
             manifests.require_json(snapshot.meta)
-            entries, layouts = merge(held, held_of, [part for _, part in everyone])
+            entries, layouts = merge(tables, table_of, [part for _, part in everyone])
             made = Manifest(
                 format=manifests.FORMAT,
                 step=step,

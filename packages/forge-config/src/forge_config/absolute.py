@@ -22,32 +22,32 @@ def absolute(value: T, folder: Path) -> T:
     keys = {name for base in type(value).__mro__ for name in base.__dict__.get("path_keys", ())}
     changes: dict[str, Any] = {}
     for name in type(value).__struct_fields__:
-        held = getattr(value, name)
-        changed = _named(held, folder) if name in keys else _followed(held, folder)
-        if changed != held:
+        before = getattr(value, name)
+        changed = _named(before, folder) if name in keys else _followed(before, folder)
+        if changed != before:
             changes[name] = changed
     return msgspec.structs.replace(value, **changes) if changes else value
 
 
-def _named(held: Any, folder: Path) -> Any:
-    if isinstance(held, list | tuple):
-        names = cast(list[Any], held)
+def _named(value: Any, folder: Path) -> Any:
+    if isinstance(value, list | tuple):
+        names = cast(list[Any], value)
         return type(names)(_named(one, folder) for one in names)
-    if isinstance(held, dict):
-        table = cast(dict[Any, Any], held)
+    if isinstance(value, dict):
+        table = cast(dict[Any, Any], value)
         return {name: _named(one, folder) for name, one in table.items()}
-    if isinstance(held, str | Path) and held != "":
-        return type(held)(folder / held)
-    return held
+    if isinstance(value, str | Path) and value != "":
+        return type(value)(folder / value)
+    return value
 
 
-def _followed(held: Any, folder: Path) -> Any:
-    if isinstance(held, Config):
-        return absolute(held, folder)
-    if isinstance(held, list | tuple):
-        items = cast(list[Any], held)
+def _followed(value: Any, folder: Path) -> Any:
+    if isinstance(value, Config):
+        return absolute(value, folder)
+    if isinstance(value, list | tuple):
+        items = cast(list[Any], value)
         return type(items)(_followed(one, folder) for one in items)
-    if isinstance(held, dict):
-        table = cast(dict[Any, Any], held)
+    if isinstance(value, dict):
+        table = cast(dict[Any, Any], value)
         return {name: _followed(one, folder) for name, one in table.items()}
-    return held
+    return value

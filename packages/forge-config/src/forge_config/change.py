@@ -64,9 +64,9 @@ def judge(a: Config, b: Config) -> list[Judged]:
     added = tuple(f"{one}." for one in _added_items(a, b, ""))
     judged: list[Judged] = []
     for change in diff(a, b):
-        said = [rule[change.key] for rule in rules if change.key in rule]
+        rulings = [rule[change.key] for rule in rules if change.key in rule]
         is_added = change.key.startswith(added)
-        judged.append(Judged(change, MayChange.RECORDED if is_added else min(said, key=order.index)))
+        judged.append(Judged(change, MayChange.RECORDED if is_added else min(rulings, key=order.index)))
     return judged
 
 
@@ -87,13 +87,13 @@ def _walk(value: Any, tree: Any, key: str, above: MayChange) -> Iterator[tuple[s
         fields = fields_of(type(value))
         for name, inner in cast(dict[str, Any], tree).items():
             may = may_change(type(value), name) if above is MayChange.NEVER else above
-            held = getattr(value, fields[name].name) if name in fields else None
-            yield from _walk(held, inner, join(key, name), may)
+            child = getattr(value, fields[name].name) if name in fields else None
+            yield from _walk(child, inner, join(key, name), may)
     elif isinstance(tree, dict) and tree:
         table = cast(dict[str, Any], tree)
         for name, inner in table.items():
-            held = cast(dict[Any, Any], value).get(name) if isinstance(value, dict) else None
-            yield from _walk(held, inner, join(key, name), above)
+            child = cast(dict[Any, Any], value).get(name) if isinstance(value, dict) else None
+            yield from _walk(child, inner, join(key, name), above)
     elif is_table_array(tree):
         for i, inner in enumerate(cast(list[Any], tree)):
             yield from _walk(cast(list[Any], value)[i], inner, item(key, i), above)

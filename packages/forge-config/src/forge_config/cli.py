@@ -58,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     both = command("diff", "the keys that two files differ in; exit code 1 if there are any")
     both.add_argument("a")
     both.add_argument("b")
-    whole = command("schema", "JSON schema for editors")
-    whole.add_argument(
+    schema_command = command("schema", "JSON schema for editors")
+    schema_command.add_argument(
         "--resolved", action="store_true", help="of a resolved file: required keys are demanded"
     )
     return parser
@@ -72,8 +72,8 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return load(struct, path, overrides, checks)
 
     if options.command == "show":
-        whole = loaded(options.config)
-        sys.stdout.write(to_toml(whole.value, _comments(whole), whole.imports))
+        result = loaded(options.config)
+        sys.stdout.write(to_toml(result.value, _comments(result), result.imports))
     elif options.command == "check":
         sys.stdout.write(f"{options.config}: good, digest {digest(loaded(options.config).value)}\n")
     elif options.command == "diff":
@@ -87,12 +87,12 @@ def _run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _comments(whole: Loaded[Any]) -> dict[str, str]:
+def _comments(result: Loaded[Any]) -> dict[str, str]:
     """Where each value comes from, and whether it may change later."""
     words = {MayChange.FREELY: " (may change)", MayChange.RECORDED: " (may change, recorded)"}
-    rules = changeable(whole.value)
+    rules = changeable(result.value)
     return {
-        key: origin + words.get(rules.get(key, MayChange.NEVER), "") for key, origin in whole.origins.items()
+        key: origin + words.get(rules.get(key, MayChange.NEVER), "") for key, origin in result.origins.items()
     }
 
 

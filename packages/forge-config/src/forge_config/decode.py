@@ -60,66 +60,66 @@ class Decoder:
         self._raw = raw
         self._complete = complete
 
-    def value(self, given: Any, shape: Shape, key: str) -> Any:
+    def value(self, value: Any, shape: Shape, key: str) -> Any:
         """One value of any shape, or FAILED."""
-        if given == NONE and optional(shape) and not _takes_none_as_text(shape):
+        if value == NONE and optional(shape) and not _takes_none_as_text(shape):
             return None
-        fitting = [one for one in members(shape) if _same_kind(given, one)]
+        fitting = [one for one in members(shape) if _same_kind(value, one)]
         if not fitting:
-            return self._fail(key, mismatch(given, shape))
-        if isinstance(given, dict):
-            return self._table(cast(Tree, given), fitting[0], key)
-        if isinstance(given, list) and not isinstance(fitting[0], shapes.AnyType):
-            return self._array(cast(list[Any], given), fitting[0], key)
-        return self._scalar(given, fitting, shape, key)
+            return self._fail(key, mismatch(value, shape))
+        if isinstance(value, dict):
+            return self._table(cast(Tree, value), fitting[0], key)
+        if isinstance(value, list) and not isinstance(fitting[0], shapes.AnyType):
+            return self._array(cast(list[Any], value), fitting[0], key)
+        return self._scalar(value, fitting, shape, key)
 
     def _fail(self, key: str, text: str) -> Any:
         self._problems.add(key, text)
         return FAILED
 
-    def _scalar(self, given: Any, fitting: list[Shape], shape: Shape, key: str) -> Any:
+    def _scalar(self, value: Any, fitting: list[Shape], shape: Shape, key: str) -> Any:
         mistakes: list[Mismatch] = []
         for one in fitting:
             try:
-                return scalar(given, one)
+                return scalar(value, one)
             except Mismatch as mistake:
                 mistakes.append(mistake)
-        if key in self._raw and not isinstance(given, str) and accepts_text(shape):
+        if key in self._raw and not isinstance(value, str) and accepts_text(shape):
             return self.value(self._raw[key], shape, key)
-        return self._fail(key, str(mistakes[0]) if len(members(shape)) == 1 else mismatch(given, shape))
+        return self._fail(key, str(mistakes[0]) if len(members(shape)) == 1 else mismatch(value, shape))
 
-    def _array(self, given: list[Any], shape: Shape, key: str) -> Any:
+    def _array(self, values: list[Any], shape: Shape, key: str) -> Any:
         if isinstance(shape, shapes.TupleType):
-            if len(given) != len(shape.item_types):
-                return self._fail(key, mismatch(given, shape))
+            if len(values) != len(shape.item_types):
+                return self._fail(key, mismatch(values, shape))
             inner = shape.item_types
         else:
             assert isinstance(shape, (shapes.ListType, shapes.VarTupleType))
-            if not fits_length(len(given), shape):
-                return self._fail(key, mismatch(given, shape))
-            inner = (shape.item_type,) * len(given)
+            if not fits_length(len(values), shape):
+                return self._fail(key, mismatch(values, shape))
+            inner = (shape.item_type,) * len(values)
         items = [
             self.value(one, kind, item(key, i))
-            for i, (one, kind) in enumerate(zip(given, inner, strict=True))
+            for i, (one, kind) in enumerate(zip(values, inner, strict=True))
         ]
         if any(one is FAILED for one in items):
             return FAILED
         return items if isinstance(shape, shapes.ListType) else tuple(items)
 
-    def _table(self, given: Tree, shape: Shape, key: str) -> Any:
+    def _table(self, table: Tree, shape: Shape, key: str) -> Any:
         if isinstance(shape, shapes.StructType):
-            return self.section(given, struct_of(shape), key)
+            return self.section(table, struct_of(shape), key)
         if not isinstance(shape, shapes.DictType):
-            return given
-        entries = {name: self.value(one, shape.value_type, join(key, name)) for name, one in given.items()}
+            return table
+        entries = {name: self.value(one, shape.value_type, join(key, name)) for name, one in table.items()}
         return FAILED if any(one is FAILED for one in entries.values()) else entries
 
-    def section(self, given: Tree, struct: type[Config], key: str) -> Any:
+    def section(self, table: Tree, struct: type[Config], key: str) -> Any:
         """One section, closed or open, or FAILED."""
-        actual, given = self._struct_of(given, struct, key)
+        actual, table = self._struct_of(table, struct, key)
         if actual is None:
             return FAILED
-        values = self.fields(given, actual, key)
+        values = self.fields(table, actual, key)
         if not self._complete or any(one is FAILED for one in values.values()):
             return FAILED
         try:
@@ -129,40 +129,42 @@ class Decoder:
                 self._problems.add_sentence(key, sentence, fields_of(actual))
             return FAILED
 
-    def _struct_of(self, given: Tree, struct: type[Config], key: str) -> tuple[type[Config] | None, Tree]:
+    def _struct_of(self, table: Tree, struct: type[Config], key: str) -> tuple[type[Config] | None, Tree]:
         """The struct that a section is decoded with, and the section without the key `type` that chose it."""
         registry = registry_of(struct)
-        rest = {name: one for name, one in given.items() if name != "type"}
+        rest = {name: one for name, one in table.items() if name != "type"}
         if registry is None:
             # A registered struct that a field names directly: its `type` may be written, but chooses nothing.
-            return (struct, rest if given.get("type") == type_name(struct) is not None else given)
-        name = chosen_type(registry, given)
+            return (struct, rest if table.get("type") == type_name(struct) is not None else table)
+        name = chosen_type(registry, table)
         known = ", ".join(sorted(registry))
         if name is None:
             self._problems.add(key, f"no type given; expected type = one of {known}")
         elif not isinstance(name, str):
             self._problems.add(join(key, "type"), f"given {shown(name)}; expected one of {known}")
         elif name not in registry:
-            said = unknown(f"{registry.section} type", name, registry)
-            joined = "" if "did you mean" in said else '; one of your own joins by imports = ["its_module"]'
-            self._problems.add(join(key, "type"), f"{said}{joined}")
+            message = unknown(f"{registry.section} type", name, registry)
+            joined = (
+                "" if "did you mean" in message else '; one of your own joins by imports = ["its_module"]'
+            )
+            self._problems.add(join(key, "type"), f"{message}{joined}")
         else:
             return registry[name], rest
         return None, rest
 
-    def fields(self, given: Tree, struct: type[Config], key: str) -> Tree:
+    def fields(self, table: Tree, struct: type[Config], key: str) -> Tree:
         """Every field of a struct by name; FAILED where it could not be decoded."""
-        given, complete = self._expanded(given, struct, key)
+        table, complete = self._expanded(table, struct, key)
         fields = fields_of(struct)
         values: Tree = {}
         known = [*fields, "type"] if type_name(struct) is not None else fields
-        for name in given:
+        for name in table:
             if name not in fields:
                 self._problems.add_unknown(join(key, name), known)
                 values[name] = FAILED
         for name, field in fields.items():
-            if name in given:
-                values[field.name] = self.value(given[name], field.type, join(key, name))
+            if name in table:
+                values[field.name] = self.value(table[name], field.type, join(key, name))
             elif not field.required:
                 values[field.name] = default_of(field)
             elif isinstance(field.type, shapes.StructType):
@@ -173,39 +175,39 @@ class Decoder:
                     self._problems.add(join(key, name), f"missing; expected {words(field.type)}")
         return values
 
-    def _expanded(self, given: Tree, struct: type[Config], key: str) -> tuple[Tree, bool]:
+    def _expanded(self, table: Tree, struct: type[Config], key: str) -> tuple[Tree, bool]:
         """The table with its preset filled in, and whether an absent key is now really missing."""
         expand: Callable[[Tree], Tree] | None = getattr(struct, "expand", None)
         if expand is None:
-            return given, self._complete
+            return table, self._complete
         try:
-            full = expand(copied(given))
+            full = expand(copied(table))
         except ValueError as error:
-            self._problems.add_sentence(key, str(error), given)
-            return given, False
-        name = given.get("preset")
-        folder = given.get("from")
+            self._problems.add_sentence(key, str(error), table)
+            return table, False
+        name = table.get("preset")
+        folder = table.get("from")
         place = f"preset {name}" if name else f"from {folder}" if folder else "filled in"
-        self._note_preset(given, full, key, place)
+        self._note_preset(table, full, key, place)
         return full, self._complete
 
-    def _note_preset(self, given: Tree, full: Tree, key: str, place: str) -> None:
+    def _note_preset(self, table: Tree, full: Tree, key: str, place: str) -> None:
         for name, value in full.items():
             inner = join(key, name)
-            below = given.get(name)
-            if name not in given:
+            below = table.get(name)
+            if name not in table:
                 self._origins.update(places(value, inner, place))
             elif isinstance(value, dict) and isinstance(below, dict):
                 self._note_preset(cast(Tree, below), cast(Tree, value), inner, place)
 
 
-def _same_kind(given: Any, shape: Shape) -> bool:
+def _same_kind(value: Any, shape: Shape) -> bool:
     """Whether a value is a table, an array or a scalar as the shape is."""
     if isinstance(shape, shapes.AnyType):
         return True
     if isinstance(shape, (shapes.StructType, shapes.DictType)):
-        return isinstance(given, dict)
-    return isinstance(given, list) == isinstance(shape, ARRAYS) and not isinstance(given, dict)
+        return isinstance(value, dict)
+    return isinstance(value, list) == isinstance(shape, ARRAYS) and not isinstance(value, dict)
 
 
 def _takes_none_as_text(shape: Shape) -> bool:

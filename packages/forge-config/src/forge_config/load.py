@@ -88,7 +88,7 @@ def load(
     value = _whole(struct, sections, problems)
     tree = plain(value)
     files = tuple(file for file, _ in chain.layers)
-    unused = tuple(said for key, said in layer.unused.items() if key not in origins)
+    unused = tuple(message for key, message in layer.unused.items() if key not in origins)
     return Loaded(value, tree, trace(tree, origins), files, tuple(imports), unused)
 
 

@@ -76,8 +76,8 @@ class Problems:
             names: keys of that section which the sentence may name without the section.
         """
         short = {name: f"{key}.{name}" if key else name for name in names}
-        said = dict.fromkeys(short.get(word.split(".")[0], word) for word in _words(text, short))
-        known = {name: self.origins[name] for name in said if name in self.origins}
+        mentions = dict.fromkeys(short.get(word.split(".")[0], word) for word in _words(text, short))
+        known = {name: self.origins[name] for name in mentions if name in self.origins}
         place = next(iter(known.values()), None)
         if len(known) > 1:
             text += f" ({', '.join(f'{name} from {at}' for name, at in known.items())})"

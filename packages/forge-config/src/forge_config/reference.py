@@ -79,8 +79,8 @@ def _table(
         if inner and not key:
             continue
         sections = [f"See `{title}`." for title, _ in written]
-        said = [texts.get(name, ""), *sections, _MAY_CHANGE[may_change(struct, name)]]
-        about = " ".join(filter(None, said))
+        sentences = [texts.get(name, ""), *sections, _MAY_CHANGE[may_change(struct, name)]]
+        about = " ".join(filter(None, sentences))
         cells = [f"`{name}`", words(field.type), _default(field), about]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     if rows:

@@ -71,12 +71,12 @@ def _literal(given: Any, shape: shapes.LiteralType) -> Any:
 
 
 def _number(given: Any, shape: shapes.IntType | shapes.FloatType) -> int | float:
-    whole = isinstance(shape, shapes.IntType)
-    if isinstance(given, bool) or not isinstance(given, int if whole else (int, float)):
+    is_integer = isinstance(shape, shapes.IntType)
+    if isinstance(given, bool) or not isinstance(given, int if is_integer else (int, float)):
         hint = "; only whole numbers, without point or exponent" if isinstance(given, float) else ""
         raise Mismatch(mismatch(given, shape) + hint)
     try:
-        value = int(given) if whole else float(given)
+        value = int(given) if is_integer else float(given)
     except OverflowError:
         raise Mismatch(mismatch(given, shape)) from None
     if not _within(value, shape):

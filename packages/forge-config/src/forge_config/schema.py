@@ -37,15 +37,15 @@ def schema(struct: type[Config], partial: bool = True) -> Schema:
             False: of a resolved file, where required keys must be there.
     """
     writer = _Writer(partial)
-    whole = writer.table(struct)
+    root = writer.table(struct)
     if partial:
         extends = {"anyOf": [{"type": "string"}, _NAMES], "description": "files that this one builds on"}
-        whole["properties"] |= {
+        root["properties"] |= {
             "extends": extends,
             "imports": _NAMES | {"description": "modules to import before the sections are read"},
         }
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": struct.__name__}
-    return head | whole | {"$defs": writer.defs}
+    return head | root | {"$defs": writer.defs}
 
 
 class _Writer:

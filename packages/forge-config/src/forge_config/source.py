@@ -55,10 +55,10 @@ class Layer:
 
     def _merge(self, lower: Tree, upper: Tree, key: str, shape: Shape | None) -> Iterator[tuple[str, Tree]]:
         """Yields the keys of tables and arrays that are replaced, and what of them the new type has too."""
-        whole = lower | upper
+        merged = lower | upper
         for name, value in upper.items():
             below, inner = lower.get(name), join(key, name)
-            kind = entry(shape, whole, name) if shape is not None else None
+            kind = entry(shape, merged, name) if shape is not None else None
             if isinstance(below, dict) and isinstance(value, dict) and not _changes_type(kind, below, value):
                 yield from self._merge(below, value, inner, kind)  # pyright: ignore[reportUnknownArgumentType]
             else:

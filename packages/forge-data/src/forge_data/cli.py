@@ -193,8 +193,8 @@ def _inspect(options: argparse.Namespace) -> int:
         if none is not None:
             targets[none[1]] = False
         text = marked(tokenizer, store.read(at, length)[0], targets)
-        said = "" if none is None else f", of which {int(targets.sum())} of the {length} shown are targets"
-        sys.stdout.write(f"-- document {index}, {int(end) - start:,} tokens{said}\n{text}\n")
+        note = "" if none is None else f", of which {int(targets.sum())} of the {length} shown are targets"
+        sys.stdout.write(f"-- document {index}, {int(end) - start:,} tokens{note}\n{text}\n")
         start = int(end)
     return 0
 
@@ -249,12 +249,12 @@ def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run, Batch
             "`forge sample` and `forge train`"
         ) from None
     train, max_tokens = job.train, job.data.max_tokens
-    said = {key: train[key] for key in ("steps", "global_batch", "global_batch_tokens") if key in train}
-    for key, value in said.items():
+    numbers = {key: train[key] for key in ("steps", "global_batch", "global_batch_tokens") if key in train}
+    for key, value in numbers.items():
         if type(value) is not int or value < 1:
             raise DataError(f"{path}: train.{key}: given {value!r}; expected an integer from 1")
-    batch = said.get("global_batch") or said.get("global_batch_tokens", 0) // max_tokens
-    missing = ["train.steps"] * ("steps" not in said) + ["train.global_batch"] * (not batch)
+    batch = numbers.get("global_batch") or numbers.get("global_batch_tokens", 0) // max_tokens
+    missing = ["train.steps"] * ("steps" not in numbers) + ["train.global_batch"] * (not batch)
     if missing:
         raise DataError(f"{path} does not set {' and '.join(missing)}; a plan needs both")
     try:
@@ -265,7 +265,7 @@ def _run_of(path: str, overrides: Sequence[str]) -> tuple[DataConfig, Run, Batch
             f"{path}: train.batch_warmup: given {train['batch_warmup']!r}; expected steps and global_batch "
             "of each stage"
         ) from None
-    return job.data, Run(batch, said["steps"]), BatchSizes(stages, batch)
+    return job.data, Run(batch, numbers["steps"]), BatchSizes(stages, batch)
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:

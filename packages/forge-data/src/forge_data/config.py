@@ -87,7 +87,7 @@ class DataConfig(Config):
                 self.workers > 1
             ),
         }
-        if wrong := [said for said, is_so in contradictions.items() if is_so]:
+        if wrong := [message for message, is_so in contradictions.items() if is_so]:
             yield (
                 f"a source has streaming = true, given {' and '.join(wrong)}; change that, or set "
                 "streaming = false"

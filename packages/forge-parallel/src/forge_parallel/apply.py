@@ -177,8 +177,8 @@ def materialize(model: nn.Module, device: torch.device) -> nn.Module:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places[id(parameter)].append((module, name))
-    held = torch.device("cpu") if applied(model).fsdp.offload else device
-    model._apply(lambda x: _empty(x, held if isinstance(x, nn.Parameter) else device))
+    parameter_device = torch.device("cpu") if applied(model).fsdp.offload else device
+    model._apply(lambda x: _empty(x, parameter_device if isinstance(x, nn.Parameter) else device))
     for (first, name), *others in places.values():
         for module, alias in others:
             module._parameters[alias] = first._parameters[name]

@@ -137,10 +137,10 @@ def flight_record() -> bytes | None:
     entries: list[Any] = []
     backends: dict[str, Any] = {}
     for name, ask in asked.items():
-        told = json.loads(ask() or b"{}")
-        mine = told.pop("entries", [])
-        if mine or told.get("pg_status"):
-            backends[name] = told
+        record = json.loads(ask() or b"{}")
+        mine = record.pop("entries", [])
+        if mine or record.get("pg_status"):
+            backends[name] = record
             entries += [{"backend": name, **entry} for entry in mine]
     return json.dumps({"entries": entries, "backends": backends}).encode()
 

@@ -56,11 +56,11 @@ class MeshConfig(Config):
         fixed = prod(size for name, size in given.items() if name != "dp_shard")
         shard = world_size // fixed if self.dp_shard == AUTO else self.dp_shard
         if shard * fixed != world_size or not shard:
-            said = " times ".join(
+            product = " times ".join(
                 f"{name} = {size}" for name, size in given.items() if size != 1 or name.startswith("dp_")
             )
             raise ParallelError(
-                f"{world_size} ranks cannot be laid out as {said}; the product must be {world_size}"
+                f"{world_size} ranks cannot be laid out as {product}; the product must be {world_size}"
             )
         if shard * self.cp % self.ep:
             raise ParallelError(

@@ -71,9 +71,9 @@ class Cut:
         gathered = all_gather(x, dim, self.group, wide=True)
         if self.pieces == 1:
             return gathered
-        held = [start for rank in range(self.ranks.size) for start in self.starts(rank)]
-        pieces = gathered.chunk(len(held), dim)
-        return torch.cat([pieces[held.index(n)] for n in range(len(held))], dim)
+        starts = [start for rank in range(self.ranks.size) for start in self.starts(rank)]
+        pieces = gathered.chunk(len(starts), dim)
+        return torch.cat([pieces[starts.index(n)] for n in range(len(starts))], dim)
 
     @property
     def group(self) -> ProcessGroup:

@@ -117,19 +117,21 @@ def build_mesh(config: MeshConfig, env: Env) -> Mesh:
 
     # Two views of the same ranks: by what they hold of the model, and by what they read.
     shards = sizes["dp_shard"] * sizes["cp"]
-    held = grid({"pp": sizes["pp"], "dp_replicate": sizes["dp_replicate"], FSDP: shards, "tp": sizes["tp"]})
-    read = grid(sizes) if sizes["cp"] > 1 else held
+    shard_grid = grid(
+        {"pp": sizes["pp"], "dp_replicate": sizes["dp_replicate"], FSDP: shards, "tp": sizes["tp"]}
+    )
+    read = grid(sizes) if sizes["cp"] > 1 else shard_grid
     layout = {"pp": sizes["pp"], "dp_replicate": sizes["dp_replicate"], EFSDP: shards // config.ep}
     spread = grid(layout | {"ep": config.ep, "tp": sizes["tp"]}) if config.ep > 1 else None
     return Mesh(
         env.device,
-        batch=_view(read, DATA_AXES if read is not held else ("dp_replicate", FSDP)),
-        loss=_view(held, ("dp_replicate", FSDP)),
-        stage=_view(held, ("dp_replicate", FSDP, "tp")),
-        pipeline=_view(held, ("pp",)),
+        batch=_view(read, DATA_AXES if read is not shard_grid else ("dp_replicate", FSDP)),
+        loss=_view(shard_grid, ("dp_replicate", FSDP)),
+        stage=_view(shard_grid, ("dp_replicate", FSDP, "tp")),
+        pipeline=_view(shard_grid, ("pp",)),
         context=_view(read, ("cp",)),
-        fsdp=_part(held, ("dp_replicate", FSDP)),
-        tp=_part(held, ("tp",)),
+        fsdp=_part(shard_grid, ("dp_replicate", FSDP)),
+        tp=_part(shard_grid, ("tp",)),
         ep=spread and _part(spread, ("ep",)),
         experts=spread and _part(spread, ("ep", "tp")),
         efsdp=spread and _part(spread, ("dp_replicate", EFSDP)),

@@ -134,9 +134,9 @@ class Saved:
         found = torch.empty_strided(shape, strides, dtype=kept.dtype, device=self._device)
         return found.copy_(kept, non_blocking=True)
 
-    def _found(self, held: dict[int, Tensor], number: int) -> Tensor | None:
+    def _found(self, tensors: dict[int, Tensor], number: int) -> Tensor | None:
         """Return a tensor that is on its device; keep it until every operation that saved it has taken it."""
-        return held.get(number) if self._uses[number] > 0 else held.pop(number, None)
+        return tensors.get(number) if self._uses[number] > 0 else tensors.pop(number, None)
 
     def _bring(self) -> None:
         if self._back is not None:

@@ -124,11 +124,13 @@ def _cut(
 ) -> list[int]:
     """Return the number of blocks of each stage, balanced by cost; the bound counts all parameters."""
 
-    def held(modules: Iterable[nn.Module]) -> int:
+    def num_parameters(modules: Iterable[nn.Module]) -> int:
         return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
-    ends = [held(model.get_submodule(name) for name in names) for names in (stages.first, stages.last)]
-    sizes = [held([block]) for block in blocks.values()]
+    ends = [
+        num_parameters(model.get_submodule(name) for name in names) for names in (stages.first, stages.last)
+    ]
+    sizes = [num_parameters([block]) for block in blocks.values()]
     sizes[0] += ends[0]
     sizes[-1] += ends[1]
     costs, last, first = _costs(model, blocks, stages)

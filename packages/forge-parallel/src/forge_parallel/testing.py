@@ -131,8 +131,8 @@ class _Pool:
         if not left or any(_threads(process.pid) > MOST_THREADS for process, _ in self._workers):
             self.close()
         if bad:
-            said = "\n".join(f"-- rank {rank}: {text}" for rank, text in sorted(bad.items()))
-            raise RankError(f"{len(bad)} of {world_size} ranks failed\n{said}")
+            messages = "\n".join(f"-- rank {rank}: {text}" for rank, text in sorted(bad.items()))
+            raise RankError(f"{len(bad)} of {world_size} ranks failed\n{messages}")
         return [answers[rank][1] for rank in range(world_size)]
 
     def _grow(self, world_size: int) -> None:

@@ -27,10 +27,10 @@ def require_within_node(mesh: Mesh, axes: Sequence[str], node: str | None = None
         return
     nodes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(nodes, node or socket.gethostname(), group=mesh.control_group)
-    told = [said for axis in axes if (said := _spread(axis, _group(mesh, axis), nodes))]
+    problems = [problem for axis in axes if (problem := _spread(axis, _group(mesh, axis), nodes))]
     everyone: list[Any] = [None] * len(nodes)
-    dist.all_gather_object(everyone, told, group=mesh.control_group)
-    if found := next((said for one in everyone for said in one), None):
+    dist.all_gather_object(everyone, problems, group=mesh.control_group)
+    if found := next((problem for one in everyone for problem in one), None):
         raise ParallelError(
             f"{found}, and process_group.within_node wants them on one; start the ranks node by node "
             "(srun --distribution=block), make the axis a divisor of the ranks of a node, or leave it out"

@@ -27,7 +27,7 @@ class BuffersBefore:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [
+        self._copies = [
             (module, name, _local(buffer).detach().clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
@@ -41,7 +41,7 @@ class BuffersBefore:
         Args:
             finite: [] bool, the same on every rank.
         """
-        for module, name, before in self._held:
+        for module, name, before in self._copies:
             now = _local(getattr(module, name))
             assert now.shape == before.shape, f"buffer {name} changed its shape within a step"
             now.copy_(torch.where(finite, now, before))
@@ -52,7 +52,7 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def step_if_finite(optimizer: Optimizer, finite: Tensor, held: BuffersBefore | None = None) -> None:
+def step_if_finite(optimizer: Optimizer, finite: Tensor, buffers: BuffersBefore | None = None) -> None:
     """Take the optimizer step, or leave parameters, moments and step counters bit for bit as they are.
 
     Uses the `found_inf` protocol of torch.amp for optimizers that know it (fused Adam, AdamW, SGD): no host
@@ -66,7 +66,7 @@ def step_if_finite(optimizer: Optimizer, finite: Tensor, held: BuffersBefore | N
     Args:
         optimizer: with gradients in place.
         finite: [] bool, the same on every rank.
-        held: buffers to bring back as well.
+        buffers: buffers to bring back as well.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -75,8 +75,8 @@ def step_if_finite(optimizer: Optimizer, finite: Tensor, held: BuffersBefore | N
         del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
     elif finite.item():
         optimizer.step()
-    if held is not None:
-        held.restore_unless(finite)
+    if buffers is not None:
+        buffers.restore_unless(finite)
 
 
 class NonFiniteCounter:

@@ -31,16 +31,16 @@ def gpu_problems() -> list[str] | None:
     while True:
         line = ["nvidia-smi", f"--query-gpu={','.join(['index', *fields])}", "--format=csv,noheader,nounits"]
         try:
-            told = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            answer = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
             return [f"nvidia-smi does not answer in {LIMIT_S:.0f} s"]
-        if not told.returncode:
-            return [problem for row in told.stdout.splitlines() for problem in _problems(row, fields)]
-        said = (told.stdout + told.stderr).strip()
-        unknown = re.search(r'Field "(.+?)" is not a valid field', said)
+        if not answer.returncode:
+            return [problem for row in answer.stdout.splitlines() for problem in _problems(row, fields)]
+        text = (answer.stdout + answer.stderr).strip()
+        unknown = re.search(r'Field "(.+?)" is not a valid field', text)
         if unknown is None or unknown[1] not in fields:
             return [
-                f"nvidia-smi ended with {told.returncode}: {said.splitlines()[-1] if said else 'no word'}"
+                f"nvidia-smi ended with {answer.returncode}: {text.splitlines()[-1] if text else 'no word'}"
             ]
         fields.remove(unknown[1])
 

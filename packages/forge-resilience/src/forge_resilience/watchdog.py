@@ -142,14 +142,14 @@ class Watchdog:
 
     def _obey(self) -> None:
         """End the process when the monitor asks for it."""
-        said = self._monitor.stdout.readline().decode().strip()  # type: ignore[union-attr]
-        if not said:
+        line = self._monitor.stdout.readline().decode().strip()  # type: ignore[union-attr]
+        if not line:
             if not self._done.is_set():
                 log.warning("rank %d: the process that watches it was killed: no hang is found", self._rank)
             return
         if record := self._record():
             (self._folder / f"collectives-{self._rank}.json").write_bytes(record)
-        found = json.loads(said)
+        found = json.loads(line)
         self._ended(Finding(found["why"], tuple(found["hosts"])))
         os._exit(ExitCode.HUNG)
 

@@ -48,8 +48,8 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
     """
     origins = require_origins(job.model, job.train)
     ours = _shapes(job.model) if origins else {}
-    there = {name: tensor for origin in origins for name, tensor in _tensors_of(origin, job, ours)}
-    theirs = {name: tensor.shape for name, tensor in there.items()}
+    tensors = {name: tensor for origin in origins for name, tensor in _tensors_of(origin, job, ours)}
+    theirs = {name: tensor.shape for name, tensor in tensors.items()}
     in_parts = any(one.prefix and not is_of_the_whole(job.model, one) for one in origins)
     new = {name for name in ours if in_parts and job.model.seed_of(name) is None}
     chosen = choose(ours, theirs, job.train, new) if origins else None
@@ -58,8 +58,8 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
         own = dict([*part.named_parameters(remove_duplicate=False), *part.named_buffers()])
         for name in (*chosen.taken, *chosen.resized) if chosen is not None else ():
             if name in own:
-                dtype, shape, read = _source(there[name])
-                require_numbers(name, dtype, own[name], there[name].origin)
+                dtype, shape, read = _source(tensors[name])
+                require_numbers(name, dtype, own[name], tensors[name].origin)
                 copy_common(shape, read, own[name])
     if Env.detect().rank == 0 and chosen is not None:
         named = " and ".join(job.train.origins.values())
@@ -72,7 +72,7 @@ def set_initial_weights(parts: Sequence[nn.Module], job: Job) -> None:
         emit("".join(f"{line}\n" for line in lines), sys.stdout)
 
 
-class _There(NamedTuple):
+class _Stored(NamedTuple):
     """A tensor of an origin.
 
     Attributes:
@@ -88,7 +88,7 @@ class _There(NamedTuple):
     origin: str
 
 
-def _tensors_of(origin: Origin, job: Job, ours: Mapping[str, Shape]) -> Iterator[tuple[str, _There]]:
+def _tensors_of(origin: Origin, job: Job, ours: Mapping[str, Shape]) -> Iterator[tuple[str, _Stored]]:
     """Yield the tensors of an origin under their names in the model, whose tensors are `ours`.
 
     One tensor may serve several of the model, which then start equal, or all experts of a stacked tensor.
@@ -101,7 +101,7 @@ def _tensors_of(origin: Origin, job: Job, ours: Mapping[str, Shape]) -> Iterator
         shapes = _shapes_there(tensors)
         if is_of_the_whole(job.model, origin):
             inside = {name for name in shapes if name.startswith(f"{origin.prefix}.")}
-            yield from ((name, _There(tensors, name, shapes[name], origin.name)) for name in inside)
+            yield from ((name, _Stored(tensors, name, shapes[name], origin.name)) for name in inside)
             return
     else:
         model = part_of(job.model, origin.prefix)
@@ -112,15 +112,15 @@ def _tensors_of(origin: Origin, job: Job, ours: Mapping[str, Shape]) -> Iterator
         if not job.train.init_in_parts:
             form.require(weights.config(), origin.name)
         tensors, shapes = form.ours(weights), _shapes(model)
-    there = {f"{origin.prefix}.{name}".lstrip("."): name for name in shapes}
+    seed_names = {f"{origin.prefix}.{name}".lstrip("."): name for name in shapes}
     seeds = {name: job.model.seed_of(name) for name in ours} if origin.prefix else {}
-    started = {name: seed for name, seed in seeds.items() if seed is not None and seed in there}
-    unused = {name: name for name in there.keys() - {*started.values()}}
+    started = {name: seed for name, seed in seeds.items() if seed is not None and seed in seed_names}
+    unused = {name: name for name in seed_names.keys() - {*started.values()}}
     for name, seed in (unused | started).items():
-        inner = there[seed]
+        inner = seed_names[seed]
         shape = tuple(shapes[inner])
         stacked = seed != name and ours[name][1:] == shape
-        yield name, _There(tensors, inner, ours[name] if stacked else shape, origin.name)
+        yield name, _Stored(tensors, inner, ours[name] if stacked else shape, origin.name)
 
 
 def _shapes_there(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
@@ -149,21 +149,21 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name.removeprefix(MODEL): tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _source(there: _There) -> tuple[torch.dtype, Shape, Read]:
+def _source(stored: _Stored) -> tuple[torch.dtype, Shape, Read]:
     """Return dtype, shape and box reader of a tensor; a checkpoint is read only as far as needed."""
-    if isinstance(there.tensors, Checkpointed):
-        entry = there.tensors.entry(there.name)
+    if isinstance(stored.tensors, Checkpointed):
+        entry = stored.tensors.entry(stored.name)
         dtype, shape = getattr(torch, entry.dtype), entry.shape
-        read: Read = partial(there.tensors.part, there.name)
+        read: Read = partial(stored.tensors.part, stored.name)
     else:
-        whole = there.tensors[there.name]
-        dtype, shape, read = whole.dtype, tuple(whole.shape), partial(_box, whole)
-    return dtype, there.shape, read if len(shape) == len(there.shape) else partial(_copies, read)
+        tensor = stored.tensors[stored.name]
+        dtype, shape, read = tensor.dtype, tuple(tensor.shape), partial(_box, tensor)
+    return dtype, stored.shape, read if len(shape) == len(stored.shape) else partial(_copies, read)
 
 
-def _box(whole: Tensor, start: Shape, size: Shape) -> Tensor:
+def _box(tensor: Tensor, start: Shape, size: Shape) -> Tensor:
     """See `Read`."""
-    return whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+    return tensor[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
 
 
 def _copies(read: Read, start: Shape, size: Shape) -> Tensor:
@@ -181,7 +181,7 @@ def copy_common(shape: Shape, read: Read, target: Tensor) -> None:
         target: tensor with the same number of dims, sharded or not. This rank fills its shard.
     """
     values, offsets, _ = local_shard(target)
-    ends = [min(o + n, whole) for o, n, whole in zip(offsets, values.shape, shape, strict=True)]
+    ends = [min(o + n, length) for o, n, length in zip(offsets, values.shape, shape, strict=True)]
     size = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
     if min(size, default=1) > 0:
         values[tuple(map(slice, size))].copy_(read(offsets, size))

@@ -72,8 +72,8 @@ def _add_study(commands: Any) -> None:
 
 def _add_sae(commands: Any) -> None:
     sae = commands.add_parser("sae", help="sparse autoencoders of activations", allow_abbrev=False)
-    told = "train one, or go on"
-    train = add_command(sae.add_subparsers(dest="what", required=True), "train", _sae, told)
+    text = "train one, or go on"
+    train = add_command(sae.add_subparsers(dest="what", required=True), "train", _sae, text)
     train.add_argument("config", help="a TOML file; keys are overridden with --section.key=value")
     train.set_defaults(takes_keys=True)
 

@@ -46,8 +46,8 @@ def _take_steps(command: Parser) -> None:
 
 
 def _add_status(commands: Any) -> None:
-    told = "how far a run has come and what its next start will do"
-    status = _on_run(commands, "status", _look, told, ", or a folder of runs to list")
+    text = "how far a run has come and what its next start will do"
+    status = _on_run(commands, "status", _look, text, ", or a folder of runs to list")
     status.add_argument(
         "--exit-code", action="store_true", help="print nothing; exit as the last start of the run did"
     )
@@ -81,8 +81,8 @@ def _add_exports(commands: Any) -> None:
 
 
 def _add_extract(commands: Any) -> None:
-    told = "what flows through places of a model, as stores that forge-interp reads"
-    extract = _on_run(commands, "extract", _look, told, OR_MODEL)
+    text = "what flows through places of a model, as stores that forge-interp reads"
+    extract = _on_run(commands, "extract", _look, text, OR_MODEL)
     extract.add_argument("out", help="the folder to write; the same command goes on with it")
     _take_steps(extract)
     extract.add_argument(
@@ -100,8 +100,8 @@ def _add_extract(commands: Any) -> None:
 
 
 def _add_dynamics(commands: Any) -> None:
-    told = "what becomes of layers and heads over the checkpoints of a run: tables and pictures"
-    dynamics = _on_run(commands, "dynamics", _look, told)
+    text = "what becomes of layers and heads over the checkpoints of a run: tables and pictures"
+    dynamics = _on_run(commands, "dynamics", _look, text)
     dynamics.add_argument("out", help="the folder to write; the same command goes on with it")
     help = "of the checkpoints; all if absent"
     dynamics.add_argument("--step", type=steps, metavar="all|A-B", default="all", help=help)
@@ -122,16 +122,16 @@ def _add_branch(commands: Any) -> None:
 
 
 def _add_after(commands: Any) -> None:
-    told = "called by the batch script: run the job again if that helps"
-    after = _on_run(commands, "after", _after, told)
+    text = "called by the batch script: run the job again if that helps"
+    after = _on_run(commands, "after", _after, text)
     after.add_argument("--code", type=int, required=True, help="the exit code of the step")
     after.add_argument("--chained", default="", help="the job that waits for this one")
     after.add_argument("--never", action="store_true", help="do not put the job back into the queue")
 
 
 def _add_generate(commands: Any) -> None:
-    told = "let a run, or a Hugging Face model, write on"
-    generate = _on_run(commands, "generate", _look, told, OR_MODEL)
+    text = "let a run, or a Hugging Face model, write on"
+    generate = _on_run(commands, "generate", _look, text, OR_MODEL)
     _take_steps(generate)
     given = generate.add_mutually_exclusive_group()
     given.add_argument("--prompt", action="append", help="text to go on from; may be repeated")
@@ -157,8 +157,8 @@ def _add_generate(commands: Any) -> None:
 
 
 def _add_eval(commands: Any) -> None:
-    told = "the loss of a run on its held-out text, of any model on --text, or what tasks say"
-    evaluate = _on_run(commands, "eval", _look, told, OR_MODEL)
+    text = "the loss of a run on its held-out text, of any model on --text, or what tasks say"
+    evaluate = _on_run(commands, "eval", _look, text, OR_MODEL)
     _take_steps(evaluate)
     evaluate.add_argument(
         "--table", metavar="FILE", help="write a row a step as CSV, and a picture beside it"

@@ -83,15 +83,15 @@ def _copied(source: Path, target: Path, steps: Sequence[int]) -> tuple[int, int]
         except (shutil.Error, FileNotFoundError) as error:
             if (source / name).exists():
                 raise OSError(error.args[0][0][2] if isinstance(error, shutil.Error) else error) from None
-            told = "it was removed meanwhile"
+            reason = "it was removed meanwhile"
         except (DamagedError, UnreadableError) as error:
-            told = str(error)
+            reason = str(error)
         else:
             for path in (*(target / name).iterdir(), target / name, target):
                 sync(path)
             return step, found.meta.get("rollbacks", 0)
-        log.warning("step %d is passed over: %s", step, told)
-    raise CheckpointError(f"step {step} cannot be copied: {told}")
+        log.warning("step %d is passed over: %s", step, reason)
+    raise CheckpointError(f"step {step} cannot be copied: {reason}")
 
 
 def _steps(store: Store, wanted: int | None, old: Path) -> list[int]:

@@ -275,8 +275,8 @@ def _evaluate_texts(
     evaluate = job.step.build(parts, job.loss.build(), mesh).evaluate
     results = {name: evaluate(batches) for name, batches in sets.items()}
     for name, numbers in results.items():
-        told = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items())
-        sys.stdout.write(f"{place}{name and f', {name}'}: {told}\n")
+        text = ", ".join(f"{key} {value:.4f}" for key, value in numbers.items())
+        sys.stdout.write(f"{place}{name and f', {name}'}: {text}\n")
     for name, numbers in results.items():
         record |= prefixed(name, numbers)
     return record

@@ -69,13 +69,15 @@ def _export_of(job: Job, run: Path, tokenizer: Tokenizer) -> _Export:
         ModelError: the model has no form for an export.
     """
     form, known = form_of(job.model, "forge export"), tokenizer.vocab_size
-    told = json.loads(job.data.tokenizer.hf_files(job.model.max_tokens).get("tokenizer_config.json", "{}"))
+    settings = json.loads(
+        job.data.tokenizer.hf_files(job.model.max_tokens).get("tokenizer_config.json", "{}")
+    )
     try:
         config = form.config()
 
         def spell(token: int | None) -> str:
             if token is None:
-                return str(told.get("bos_token") or "")
+                return str(settings.get("bos_token") or "")
             return tokenizer.spell([token]) if token < known else ""
 
         why = f"it is a {config['architectures'][0]} of transformers"

@@ -81,23 +81,23 @@ class Writer:
         except UnicodeEncodeError as error:
             raise ConfigError(f"given the prompt {prompt!r}; expected text in UTF-8: {error}") from None
         if not images and not (others and prompt):
-            given = Prompt(with_bos(self._tokenizer, prompt) or [self._tokenizer.eos_id])
+            built = Prompt(with_bos(self._tokenizer, prompt) or [self._tokenizer.eos_id])
         else:
             try:
-                given = self._config.prompt(prompt, images, self._tokenizer)
+                built = self._config.prompt(prompt, images, self._tokenizer)
             except ValueError as error:
                 raise ConfigError(f"the prompt {prompt!r}: {error}") from None
-        if (most := max(given.tokens, default=0)) >= self._config.vocab_size:
+        if (most := max(built.tokens, default=0)) >= self._config.vocab_size:
             raise ConfigError(
                 f"the prompt {prompt!r}: {self._tokenizer.spell([most])} is no text for this model; write "
                 "<image> where an image stands"
             )
-        return given
+        return built
 
     def show(self, prompt: str, images: Sequence[bytes] = ()) -> None:
         """Print a prompt and its continuation, token by token."""
-        given = self.prompt(prompt, images)
-        tokens, inputs = given.tokens, batch_inputs([given], self._generator.device)
+        built = self.prompt(prompt, images)
+        tokens, inputs = built.tokens, batch_inputs([built], self._generator.device)
         decode, shown = self._tokenizer.decode, tokens[:]
         new_tokens = min(self._new_tokens, room_for(len(tokens), self._max_tokens))
         sys.stdout.write(decode(tokens))
@@ -236,9 +236,9 @@ def _generate_at(options: argparse.Namespace, step: int | None) -> None:
     if prompts is not None:
         texts = dict(writer.continued(prompts, options.batch_size or job.train.micro_batch))
         for index, prompt in enumerate(prompts):
-            said = {"prompt": prompt.text, "text": texts[index]}
-            said |= {"step": step} if is_series(options) else {}
-            sys.stdout.write(json.dumps(said, ensure_ascii=False) + "\n")
+            record = {"prompt": prompt.text, "text": texts[index]}
+            record |= {"step": step} if is_series(options) else {}
+            sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
         return
     for prompt in options.prompt or (_typed() if options.interactive else [DEFAULT_PROMPT]):
         try:
@@ -249,11 +249,11 @@ def _generate_at(options: argparse.Namespace, step: int | None) -> None:
             sys.stdout.write(f"{error}\n")
 
 
-def _read_image(path: Path, given: str) -> bytes:
+def _read_image(path: Path, option: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{given} {path} cannot be read: {error}") from None
+        raise ConfigError(f"{option} {path} cannot be read: {error}") from None
 
 
 def _typed() -> Iterator[str]:

@@ -150,8 +150,8 @@ class RunModel(TemplateLM):
                     "model.max_tokens"
                 )
             # not all at once: prompts hold their images
-            for start in range(0, len(members), held := SORTED * self._batch_size):
-                some = members[start : start + held]
+            for start in range(0, len(members), portion := SORTED * self._batch_size):
+                some = members[start : start + portion]
                 prompts = [self._prompt(arguments, room) for _, arguments in some]
                 for indices in self._batches([len(prompt.tokens) for prompt in prompts]):
                     texts = self._continued([prompts[i] for i in indices], room, sampling, until)
@@ -248,7 +248,7 @@ def _end_of(prompt: Prompt, tokens: int) -> Prompt:
     return prompt._replace(tokens=prompt.tokens[-tokens:], inputs={**prompt.inputs, **cut})
 
 
-def _images(given: Any) -> list[bytes]:
+def _images(value: Any) -> list[bytes]:
     """Encode the Pillow images of a question, one or several, as image files.
 
     Raises:
@@ -256,7 +256,7 @@ def _images(given: Any) -> list[bytes]:
     """
     from PIL import Image
 
-    images = given if isinstance(given, list | tuple) else [given]
+    images = value if isinstance(value, list | tuple) else [value]
     if wrong := [one for one in images if not isinstance(one, Image.Image)]:
         raise ConfigError(
             f"doc_to_image of a task gives {type(wrong[0]).__name__}; expected images of Pillow, as a column "

@@ -123,11 +123,11 @@ def load_published(model: nn.Module, job: Job, folder: Path, device: torch.devic
     theirs: Mapping[str, Tensor] = form.ours(weights)
     materialize(model, device)
     for name, tensor in model_tensors(model).items():
-        given: Any = theirs[name.removeprefix(MODEL)]
-        require_numbers(name, given.dtype, tensor, str(folder))
-        if given.shape != tensor.shape:
+        loaded: Any = theirs[name.removeprefix(MODEL)]
+        require_numbers(name, loaded.dtype, tensor, str(folder))
+        if loaded.shape != tensor.shape:
             raise CheckpointError(
-                f"{name.removeprefix(MODEL)} of {folder} is {list(given.shape)}; its config.json means "
+                f"{name.removeprefix(MODEL)} of {folder} is {list(loaded.shape)}; its config.json means "
                 f"{list(tensor.shape)}"
             )
-        tensor.copy_(given)
+        tensor.copy_(loaded)

@@ -78,11 +78,11 @@ class Shared(NamedTuple):
         """
         try:
             self._fill(step)
-            said = None
+            message = None
         except (DamagedError, UnreadableError) as error:
-            said = str(error)
+            message = str(error)
         every: list[str | None] = [None] * dist.get_world_size(self.mesh.control_group)
-        dist.all_gather_object(every, said, group=self.mesh.control_group)
+        dist.all_gather_object(every, message, group=self.mesh.control_group)
         return next((one for one in every if one is not None), None)
 
     @torch.no_grad()
@@ -91,9 +91,9 @@ class Shared(NamedTuple):
         weights = Evaluated(store, step, model_on_meta(self.job), self.job.optimizer)
         for part in self.parts:
             for name, tensor in model_tensors(part).items():
-                held = local_shard(tensor)
-                box = [slice(o, o + n) for o, n in zip(held.offsets, held.values.shape, strict=True)]
-                held.values.copy_(weights[name.removeprefix(MODEL)][tuple(box)])
+                shard = local_shard(tensor)
+                box = [slice(o, o + n) for o, n in zip(shard.offsets, shard.values.shape, strict=True)]
+                shard.values.copy_(weights[name.removeprefix(MODEL)][tuple(box)])
 
 
 @contextmanager

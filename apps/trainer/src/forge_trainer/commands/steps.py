@@ -32,11 +32,11 @@ def chosen_steps(options: argparse.Namespace) -> list[int | None]:
     files = RunFiles(Path(options.directory))
     if not files.config.exists():
         raise ConfigError(f"--step {text}: {options.directory} is no run, and has no steps; leave it out")
-    there = Store(files.checkpoints).steps()
+    saved_steps = Store(files.checkpoints).steps()
     low, _, high = text.partition("-")
-    found = [step for step in there if text == "all" or int(low) <= step <= int(high or low)]
+    found = [step for step in saved_steps if text == "all" or int(low) <= step <= int(high or low)]
     if not found:
-        listed = ", ".join(map(str, there)) or "none"
+        listed = ", ".join(map(str, saved_steps)) or "none"
         raise ConfigError(f"--step {text}: {files.checkpoints} has no such checkpoint; there are {listed}")
     return list(found)
 

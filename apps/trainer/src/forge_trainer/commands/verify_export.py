@@ -84,10 +84,10 @@ def _verify_step(
             raise CheckpointError(f"{folder} has logits {list(logits.shape)}; the run has {list(ours.shape)}")
         apart = max(apart, float((ours - logits).abs().max() / ours.abs().max()))
         compared += ours.shape[0] * ours.shape[1]
-    told = f"{folder} and step {step} of {options.directory}: logits differ by {apart:.2g} of the largest"
+    message = f"{folder} and step {step} of {options.directory}: logits differ by {apart:.2g} of the largest"
     if not apart <= TOLERANCE:
-        raise CheckpointError(f"{told}; expected at most {TOLERANCE:g}: is it the export of this step?")
-    sys.stdout.write(f"{told}, at most, in {compared} tokens\n")
+        raise CheckpointError(f"{message}; expected at most {TOLERANCE:g}: is it the export of this step?")
+    sys.stdout.write(f"{message}, at most, in {compared} tokens\n")
 
 
 def _shapes(config: ModelConfig) -> list[tuple[int, int]]:

@@ -177,8 +177,8 @@ class Job(Config):
 
         def step_of(seen: int) -> int:
             samples = -(-seen // tokens)
-            whole = batches.whole_steps(samples // batches.unit)
-            return whole + (batches.samples(whole) < samples)
+            full_steps = batches.whole_steps(samples // batches.unit)
+            return full_steps + (batches.samples(full_steps) < samples)
 
         groups = tuple(group.in_steps(step_of) for group in self.optimizer.groups)
         return structs.replace(self.optimizer, groups=groups)

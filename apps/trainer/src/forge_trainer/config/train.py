@@ -128,12 +128,12 @@ def batch_divides(train: TrainConfig, data: DataConfig) -> None:
 
 def steps_differ_in_length(train: TrainConfig, data: DataConfig, schedule: ScheduleConfig) -> None:
     """Refuse settings in tokens while the batch size grows, as the tokens of a step change then."""
-    said = {
+    settings = {
         "data.phases": bool(data.phases),
         "data.sources.max_epochs": any(source.max_epochs is not None for source in data.sources),
         "schedule.warmup_tokens": bool(schedule.warmup_tokens),
     }
-    for key in (key for key, is_said in said.items() if is_said and train.batch_warmup):
+    for key in (key for key, is_set in settings.items() if is_set and train.batch_warmup):
         raise ValueError(
             f"{key} with train.batch_warmup: where it begins or ends follows from tokens a step, which "
             "differ then; leave one of them out (schedule.warmup_steps counts steps)"

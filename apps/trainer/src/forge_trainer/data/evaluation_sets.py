@@ -42,19 +42,19 @@ def open_evaluations(job: Job, mesh: Mesh, on_progress: Callable[[], None] = lam
     }
 
     def open_all(count: Callable[[], None]) -> Evaluations:
-        def told(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             count()
 
         found, lacks = dict[str, Loader](), tuple[str, ...]()
         if job.data.has_validation():
             try:
-                found[""] = build_loader(job.data, "validation", on_progress=told, **portion)
+                found[""] = build_loader(job.data, "validation", on_progress=report, **portion)
                 lacks = found[""].lacks
             except NothingHeldOutError as error:
                 lacks = (str(error),)
         for name, of_set in job.eval.sets.items():
             found[name] = build_set_loader(
-                job.data, of_set.sources, of_set.samples, on_progress=told, **portion
+                job.data, of_set.sources, of_set.samples, on_progress=report, **portion
             )
         for loader in found.values():
             loader.vocab_size = job.model.vocab_size

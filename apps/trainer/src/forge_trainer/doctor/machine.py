@@ -46,7 +46,7 @@ def gpu_findings() -> list[Finding]:
     import torch
     from torch.cuda import nccl
 
-    there = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         version = ".".join(map(str, nccl.version()))
@@ -57,18 +57,20 @@ def gpu_findings() -> list[Finding]:
             _peers(names),
             _health(),
         ]
-    if there:
+    if devices:
         why = "training would run on the CPU, a hundred times slower"
         remedy = f"driver and torch must fit: torch is built for CUDA {torch.version.cuda}; see nvidia-smi"
-        return [Finding("GPUs", "wrong", f"torch sees none, but /dev has {', '.join(there)}", why, remedy)]
+        return [Finding("GPUs", "wrong", f"torch sees none, but /dev has {', '.join(devices)}", why, remedy)]
     return [skipped(name, "no GPU here") for name in ("GPUs", "NCCL", "NCCL settings", "GPU health")]
 
 
 def nccl_settings(environ: Mapping[str, str] = os.environ) -> Finding:
     """Check the variables that NCCL reads: none may disable a fast connection."""
-    given = {name: value for name, value in sorted(environ.items()) if "NCCL_" in name}
-    found = ", ".join(f"{name}={value}" for name, value in given.items()) or "none: NCCL chooses by itself"
-    slow = [name for name in SLOW_NCCL if given.get(name, "0") != "0"]
+    variables = {name: value for name, value in sorted(environ.items()) if "NCCL_" in name}
+    found = (
+        ", ".join(f"{name}={value}" for name, value in variables.items()) or "none: NCCL chooses by itself"
+    )
+    slow = [name for name in SLOW_NCCL if variables.get(name, "0") != "0"]
     if slow:
         why = "ranks then send through slower ways"
         return Finding("NCCL settings", "warning", found, why, f"unset {' '.join(slow)}, unless you need it")
@@ -170,10 +172,10 @@ def _caches(environ: Mapping[str, str] = os.environ) -> list[Finding]:
 
 
 def _cache(name: str, place: Path) -> Finding:
-    there = next(parent for parent in (place, *place.parents) if parent.exists())
-    free = shutil.disk_usage(there).free
+    folder = next(parent for parent in (place, *place.parents) if parent.exists())
+    free = shutil.disk_usage(folder).free
     remedy = f"export {name} to a folder on scratch (a line of `setup` in the cluster file)"
-    if not os.access(there, os.W_OK):
+    if not os.access(folder, os.W_OK):
         return Finding(name, "warning", f"{place} cannot be written", "it fills as models are loaded", remedy)
     if free < 5 * 2**30:
         found = f"{place}, {free / 2**30:.1f} GiB free"

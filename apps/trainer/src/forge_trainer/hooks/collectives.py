@@ -50,10 +50,10 @@ class CheckCollectives(Hook):
         if self._run.env.rank == 0:
             for rank, (host, found) in enumerate(everyone):
                 for name, checked in found.items():
-                    self._tell(progress.step, rank, host, name, checked.wrong)
+                    self._report(progress.step, rank, host, name, checked.wrong)
         return {f"collectives/{name}_s": max(found[name].seconds for _, found in everyone) for name in mine}
 
-    def _tell(self, step: int, rank: int, host: str, name: str, wrong: int) -> None:
+    def _report(self, step: int, rank: int, host: str, name: str, wrong: int) -> None:
         if not wrong:
             return
         why = f"rank {rank} on {host} gets {wrong} wrong numbers in sums over the ranks of its {name}"

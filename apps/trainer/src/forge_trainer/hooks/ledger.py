@@ -56,7 +56,7 @@ class Ledger(Hook):
         self._now, self._spans = self._began, dict[str, float]()
         self._start_s: float | None = None
         self._first_step_s = 0.0
-        self._told = 0.0
+        self._appended_at = 0.0
 
     def on_step(self, progress: Progress, out: StepOutput) -> None:
         """See `Hook.on_step`."""
@@ -64,15 +64,15 @@ class Ledger(Hook):
         if self._start_s is None:  # what came before the loop, also before the clock was made
             self._start_s = max(0.0, self._now - self._began - sum(self._spans.values()))
         self._first_step_s = self._first_step_s or self._spans[STEP]
-        if self._now - self._told > min(MOST_S, max(LEAST_S, PART * self._goodput.wall_s)):
-            self._tell()
+        if self._now - self._appended_at > min(MOST_S, max(LEAST_S, PART * self._goodput.wall_s)):
+            self._append()
 
     def _look(self, step: int) -> None:
         self._now, self._step = time.time(), step
         spent = {name: s - self._before.get(name, 0.0) for name, s in self._clock.total_s.items()}
         self._spans = {name: s for name, s in spent.items() if s > 0 and name != BUILD}
 
-    def _tell(self, ended: bool = False) -> None:
+    def _append(self, ended: bool = False) -> None:
         """Append the latest numbers to the ledger."""
         spans, steps = dict(self._spans), self._step - self._from_step
         if steps > 1:
@@ -82,7 +82,7 @@ class Ledger(Hook):
         spans["start"] = self._start_s or 0.0
         stop_s = round(self._stop_s(), 3)
         line = Line(self._stretch, self._began, self._now, self._from_step, self._step, spans, ended, stop_s)
-        self._told = self._now
+        self._appended_at = self._now
         self._lines.append(line)
         self._goodput = add_up(self._lines)
         try:
@@ -103,7 +103,7 @@ class Ledger(Hook):
 
     def rewind(self, progress: Progress) -> None:
         """See `Hook.rewind`. The time since the last step belongs to the new stretch."""
-        self._tell(ended=True)
+        self._append(ended=True)
         self._before = {n: s + self._before.get(n, 0.0) for n, s in self._spans.items()}
         self._stretch += 1
         self._began, self._from_step, self._step = self._now, progress.step, progress.step
@@ -113,4 +113,4 @@ class Ledger(Hook):
         """See `Hook.close`."""
         if self._start_s is not None:
             self._look(self._step)
-            self._tell(ended=sys.exc_info()[0] is None)
+            self._append(ended=sys.exc_info()[0] is None)

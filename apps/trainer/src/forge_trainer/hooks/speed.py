@@ -63,7 +63,7 @@ class CompareSpeed(Hook):
         slow = self._stragglers.window(found)
         if self._run.env.rank == 0:
             for rank, phase, score in slow:
-                self._tell(
+                self._report(
                     f"rank {rank} on {everyone[rank][1]} is slow at {phase!r}: "
                     f"the fastest rank takes {score:.0%} of its time"
                 )
@@ -72,13 +72,13 @@ class CompareSpeed(Hook):
     def _check_gpus(self) -> None:
         """Check the GPUs in the background, once on each host."""
         if self._run.env.local_rank == 0 and self._run.mesh.device.type == "cuda":
-            threading.Thread(target=self._tell_of_gpus, name="gpu-health", daemon=True).start()
+            threading.Thread(target=self._report_gpus, name="gpu-health", daemon=True).start()
 
-    def _tell_of_gpus(self) -> None:
+    def _report_gpus(self) -> None:
         for problem in gpu_problems() or []:
-            self._tell(f"{problem} (host {socket.gethostname()})")
+            self._report(f"{problem} (host {socket.gethostname()})")
 
-    def _tell(self, why: str) -> None:
+    def _report(self, why: str) -> None:
         emit(f"{why}\n", sys.stderr)
         note_incident(self._run.directory, "hardware", {"step": self._run.progress.step, "why": why})
 

@@ -24,19 +24,19 @@ def convert_file(options: argparse.Namespace) -> ExitCode:
     Raises:
         ConfigError: the file cannot be converted as it is, or the result is no valid job.
     """
-    made = convert(Path(options.config), STACKS[options.stack], options.ranks, options.overrides)
-    for note in made.notes:
+    converted = convert(Path(options.config), STACKS[options.stack], options.ranks, options.overrides)
+    for note in converted.notes:
         sys.stderr.write(f"left out: {note}\n")
-    if made.problems:
-        listed = "\n".join(f"  {problem}" for problem in made.problems)
+    if converted.problems:
+        listed = "\n".join(f"  {problem}" for problem in converted.problems)
         raise ConfigError(f"{options.config} cannot be converted as it is:\n{listed}")
-    require_job(made)
+    require_job(converted)
     if options.out is None:
-        sys.stdout.write(made.toml())
+        sys.stdout.write(converted.toml())
     else:
         try:
             with Path(options.out).open("x") as file:
-                file.write(made.toml())
+                file.write(converted.toml())
         except OSError as error:
             raise ConfigError(f"{options.out} cannot be written: {error}") from None
     return ExitCode.DONE

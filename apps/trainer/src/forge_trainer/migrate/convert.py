@@ -123,26 +123,26 @@ def convert(path: Path, stack: Stack, ranks: int | None = None, flags: Sequence[
         ConfigError: the file or a flag cannot be read, or a key is unknown to the stack.
     """
     try:
-        given = tomllib.loads(path.read_text())
+        settings = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    flat = flatten(given, stack.keys)
+    flat = flatten(settings, stack.keys)
     if unknown := sorted(flat.keys() - stack.keys.keys()):
         hints = "; ".join(f"{key} ({nearest(key, stack.keys)})" for key in unknown)
         raise ConfigError(f"{path} has keys that are not known to be of {stack.name}: {hints:.2000}")
     if wrong := [f"{key} = {flat[key]!r}" for key in stack.numbers if not _is_number(flat.get(key, 0))]:
         raise ConfigError(f"{path}: expected numbers, given {', '.join(wrong)}")
-    made = Converted(decided=_decided(flags))
+    converted = Converted(decided=_decided(flags))
     for key, value in flat.items():
         rule = stack.keys[key]
         if isinstance(rule, Drop):
             if value != rule.default:
-                made.notes.append(f"{key} = {value!r}: {rule.why}")
+                converted.notes.append(f"{key} = {value!r}: {rule.why}")
         elif isinstance(rule, Move):
-            _move(made, key, value, rule)
-    stack.finish(made, flat, ranks)
-    made.decide()
-    return made
+            _move(converted, key, value, rule)
+    stack.finish(converted, flat, ranks)
+    converted.decide()
+    return converted
 
 
 def _decided(flags: Sequence[str]) -> Tree:

@@ -21,18 +21,18 @@ def remedy(path: Path | str, asked: str | None = None) -> str:
         asked: the stack that the user named for the file.
     """
     try:
-        given = tomllib.loads(Path(path).read_text())
+        settings = tomllib.loads(Path(path).read_text())
     except (OSError, ValueError):
         return ""
-    shares = {name: _share(given, stack) for name, stack in STACKS.items()}
+    shares = {name: _share(settings, stack) for name, stack in STACKS.items()}
     name = max(shares, key=lambda one: shares[one])
     if shares[name] < KNOWN_SHARE or name == asked:
         return ""
     return f"This is a file of {STACKS[name].name}: forge convert --from {name} {path} --out OURS.toml\n"
 
 
-def _share(given: dict[str, object], stack: Stack) -> float:
+def _share(settings: dict[str, object], stack: Stack) -> float:
     """Return the fraction of keys that a stack knows; 0 if all sections also exist in Forge."""
     foreign = {key.partition(".")[0] for key in stack.keys} - set(Job.__struct_fields__)
-    keys = flatten(given, stack.keys)
-    return len(keys.keys() & stack.keys.keys()) / len(keys) if foreign & given.keys() else 0.0
+    keys = flatten(settings, stack.keys)
+    return len(keys.keys() & stack.keys.keys()) / len(keys) if foreign & settings.keys() else 0.0

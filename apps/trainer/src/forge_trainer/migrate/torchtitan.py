@@ -158,132 +158,134 @@ KEYS: dict[str, Move | Drop | None] = {
 }
 
 
-def finish(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
+def finish(converted: Converted, settings: Mapping[str, Any], ranks: int | None) -> None:
     """Convert settings that depend on several keys."""
-    made.tree.setdefault("job", {}).setdefault("name", "converted")
-    _model(made, given)
-    _batch(made, given, ranks)
-    _schedule(made, given)
-    betas = [given.get("optimizer.beta1", 0.9), given.get("optimizer.beta2", 0.95)]
-    made.put("optimizer.betas", betas)
-    made.tree["optimizer"].setdefault("lr", 8e-4)
-    _activations(made, given)
-    _float8(made, given)
-    every = made.tree.setdefault("checkpoint", {}).setdefault("every_steps", 500)
-    if (keep := given.get("checkpoint.keep_latest_k", 10)) >= 2:
-        made.put("checkpoint.keep", keep)
+    converted.tree.setdefault("job", {}).setdefault("name", "converted")
+    _model(converted, settings)
+    _batch(converted, settings, ranks)
+    _schedule(converted, settings)
+    betas = [settings.get("optimizer.beta1", 0.9), settings.get("optimizer.beta2", 0.95)]
+    converted.put("optimizer.betas", betas)
+    converted.tree["optimizer"].setdefault("lr", 8e-4)
+    _activations(converted, settings)
+    _float8(converted, settings)
+    every = converted.tree.setdefault("checkpoint", {}).setdefault("every_steps", 500)
+    if (keep := settings.get("checkpoint.keep_latest_k", 10)) >= 2:
+        converted.put("checkpoint.keep", keep)
     else:
-        made.put("checkpoint.keep_every_steps", every)
-    if given.get("metrics.enable_wandb"):
-        made.put("track.wandb", {"project": "torchtitan"})
-    if given.get("profiling.enable_profiling"):
-        every = given.get("profiling.profile_freq", 10)
-        made.put("hooks.profile", {"type": "profile", "first_step": every, "every_steps": every})
-    made.put("eval.every_steps", 0)
-    if given.get("validation.enable", given.get("validation.enabled", False)):
-        made.problems.append(
-            f"validation.dataset = {given.get('validation.dataset', 'c4_validation')!r} is a name of their "
-            "code: set validation.enable to false, and write [eval] and [eval.sets] (docs/runs.md)"
+        converted.put("checkpoint.keep_every_steps", every)
+    if settings.get("metrics.enable_wandb"):
+        converted.put("track.wandb", {"project": "torchtitan"})
+    if settings.get("profiling.enable_profiling"):
+        every = settings.get("profiling.profile_freq", 10)
+        converted.put("hooks.profile", {"type": "profile", "first_step": every, "every_steps": every})
+    converted.put("eval.every_steps", 0)
+    if settings.get("validation.enable", settings.get("validation.enabled", False)):
+        converted.problems.append(
+            f"validation.dataset = {settings.get('validation.dataset', 'c4_validation')!r} is a name of "
+            "their code: set validation.enable to false, and write [eval] and [eval.sets] (docs/runs.md)"
         )
-    _data(made, given)
+    _data(converted, settings)
 
 
-def _activations(made: Converted, given: Mapping[str, Any]) -> None:
+def _activations(converted: Converted, settings: Mapping[str, Any]) -> None:
     """Convert `selective_ac_option`, a number of layers or `op`; it applies only if the mode is selective."""
-    mode = given.get("activation_checkpoint.mode", "selective")
-    option = str(given.get("activation_checkpoint.selective_ac_option", "2"))
+    mode = settings.get("activation_checkpoint.mode", "selective")
+    option = str(settings.get("activation_checkpoint.selective_ac_option", "2"))
     if mode != "selective" or option == "op":
-        made.put("activation_checkpointing.mode", mode)
+        converted.put("activation_checkpointing.mode", mode)
     elif option.isdecimal() and int(option) > 0:
-        made.put("activation_checkpointing.mode", "every")
-        made.put("activation_checkpointing.every", int(option))
+        converted.put("activation_checkpointing.mode", "every")
+        converted.put("activation_checkpointing.every", int(option))
     else:
-        made.problems.append(
+        converted.problems.append(
             f"activation_checkpoint.selective_ac_option = {option!r} has no counterpart; known: op, numbers"
         )
 
 
-def _float8(made: Converted, given: Mapping[str, Any]) -> None:
-    recipe = given.get("float8.recipe_name", given.get("quantize.linear.float8.recipe_name"))
-    made.put("fp8.recipe", recipe or "tensorwise")
+def _float8(converted: Converted, settings: Mapping[str, Any]) -> None:
+    recipe = settings.get("float8.recipe_name", settings.get("quantize.linear.float8.recipe_name"))
+    converted.put("fp8.recipe", recipe or "tensorwise")
     known = ("float8", "quantize.linear.float8")
-    converters = given.get("model.converters", [])
+    converters = settings.get("model.converters", [])
     if isinstance(converters, str):  # in older files
         converters = [one.strip() for one in converters.split(",") if one.strip()]
     if not any(one in known for one in converters):
-        del made.tree["fp8"]
+        del converted.tree["fp8"]
     if unknown := [one for one in converters if one not in known]:
-        made.problems.append(f"model.converters has {', '.join(unknown)}; known: {', '.join(known)}")
+        converted.problems.append(f"model.converters has {', '.join(unknown)}; known: {', '.join(known)}")
 
 
-def _model(made: Converted, given: Mapping[str, Any]) -> None:
-    named = given.get("model.name", "llama3"), given.get("model.flavor", "debugmodel")
+def _model(converted: Converted, settings: Mapping[str, Any]) -> None:
+    named = settings.get("model.name", "llama3"), settings.get("model.flavor", "debugmodel")
     if named in FLAVORS:
-        made.put("model.preset", FLAVORS[named])
-        made.notes.append(
+        converted.put("model.preset", FLAVORS[named])
+        converted.notes.append(
             f"model {named[1]}: positions are scaled as in Llama 3.1 here, and are not in older versions of "
             'torchtitan: model.rope = {type = "plain", theta = 500000.0}'
         )
     else:
-        made.ask(
+        converted.ask(
             "model", f"model {named[0]} {named[1]}: its sizes are in their code", "model.preset=llama-1b"
         )
-    path = given.get("model.hf_assets_path", given.get("model.tokenizer_path"))
+    path = settings.get("model.hf_assets_path", settings.get("model.tokenizer_path"))
     if not isinstance(path, str) or not path:
-        made.ask(
+        converted.ask(
             "data.tokenizer", "no tokenizer is named (model.hf_assets_path)", "data.tokenizer.type=bytes"
         )
         return
     folder = path.removesuffix("/tokenizer.json").removesuffix("/tokenizer.model")
-    made.put("data.tokenizer", {"type": "hf", "path": f"{folder}/tokenizer.json"})
+    converted.put("data.tokenizer", {"type": "hf", "path": f"{folder}/tokenizer.json"})
 
 
-def _batch(made: Converted, given: Mapping[str, Any], ranks: int | None) -> None:
-    micro = made.tree.setdefault("train", {}).setdefault("micro_batch", 8)
-    made.tree["train"].setdefault("steps", 10_000)
-    made.put("data.max_tokens", given.get("training.seq_len", 2048))
-    mesh = made.tree.get("mesh", {})
+def _batch(converted: Converted, settings: Mapping[str, Any], ranks: int | None) -> None:
+    micro = converted.tree.setdefault("train", {}).setdefault("micro_batch", 8)
+    converted.tree["train"].setdefault("steps", 10_000)
+    converted.put("data.max_tokens", settings.get("training.seq_len", 2048))
+    mesh = converted.tree.get("mesh", {})
     if mesh.get("pp", 1) > 1:
-        made.put("train.micro_batch", given.get("parallelism.pipeline_parallel_microbatch_size", 1))
-    whole = given.get("training.global_batch_size", -1)
-    if whole > 0:
-        made.put("train.global_batch", whole)
+        converted.put("train.micro_batch", settings.get("parallelism.pipeline_parallel_microbatch_size", 1))
+    global_batch = settings.get("training.global_batch_size", -1)
+    if global_batch > 0:
+        converted.put("train.global_batch", global_batch)
         return
     if (shard := mesh.get("dp_shard", -1)) == -1:
         if ranks is None:
-            made.problems.append("the global batch follows from the number of ranks: give --ranks")
+            converted.problems.append("the global batch follows from the number of ranks: give --ranks")
             return
         others = mesh.get("tp", 1) * mesh.get("pp", 1) * mesh.get("cp", 1) * mesh.get("dp_replicate", 1)
         if ranks < 1 or ranks % others:
-            made.problems.append(f"{ranks} ranks are no multiple of tp x pp x cp x dp_replicate = {others}")
+            converted.problems.append(
+                f"{ranks} ranks are no multiple of tp x pp x cp x dp_replicate = {others}"
+            )
             return
         shard = ranks // others
-    made.put("train.global_batch", micro * shard * mesh.get("dp_replicate", 1))
+    converted.put("train.global_batch", micro * shard * mesh.get("dp_replicate", 1))
 
 
-def _schedule(made: Converted, given: Mapping[str, Any]) -> None:
-    schedule = made.tree.setdefault("schedule", {})
+def _schedule(converted: Converted, settings: Mapping[str, Any]) -> None:
+    schedule = converted.tree.setdefault("schedule", {})
     schedule.setdefault("warmup_steps", 200)
     kinds = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
-    asked = given.get("lr_scheduler.decay_type", "linear")
-    kind = made.one_of("lr_scheduler.decay_type", asked, kinds)
-    schedule["floor"] = given.get("lr_scheduler.min_lr_factor", given.get("lr_scheduler.lr_min", 0.0))
-    ratio = given.get("lr_scheduler.decay_ratio")
+    asked = settings.get("lr_scheduler.decay_type", "linear")
+    kind = converted.one_of("lr_scheduler.decay_type", asked, kinds)
+    schedule["floor"] = settings.get("lr_scheduler.min_lr_factor", settings.get("lr_scheduler.lr_min", 0.0))
+    ratio = settings.get("lr_scheduler.decay_ratio")
     if ratio is None and kind != "1-sqrt":
         schedule["type"] = kind
     else:
         schedule |= {"type": "wsd", "shape": kind, "decay_fraction": 1.0 if ratio is None else ratio}
 
 
-def _data(made: Converted, given: Mapping[str, Any]) -> None:
-    path, name = given.get("training.dataset_path"), given.get("training.dataset", "c4_test")
+def _data(converted: Converted, settings: Mapping[str, Any]) -> None:
+    path, name = settings.get("training.dataset_path"), settings.get("training.dataset", "c4_test")
     streamed = {"type": "hf", "streaming": True, "held_out": 0.0}
     if path is None and name == "c4":
-        made.put("data.sources", [{"path": "allenai/c4", "subset": "en", **streamed}])
+        converted.put("data.sources", [{"path": "allenai/c4", "subset": "en", **streamed}])
     elif path is None:
-        made.ask("data.sources", f"training.dataset = {name!r} is a name of their code", SOURCES)
+        converted.ask("data.sources", f"training.dataset = {name!r} is a name of their code", SOURCES)
     else:
-        made.put("data.sources", [{"path": path, **streamed}])
+        converted.put("data.sources", [{"path": path, **streamed}])
 
 
 NUMBERS = (

@@ -12,7 +12,7 @@ from forge_trainer.optim.local_parameters import LocalParameters
 
 
 def adamw_step(
-    held: LocalParameters,
+    local_params: LocalParameters,
     group: Mapping[str, Any],
     betas: tuple[float, float],
     eps: float,
@@ -22,19 +22,25 @@ def adamw_step(
     """Take a step of AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101 algorithm 2) by torch's fused kernel.
 
     Args:
-        held: this rank's shards of the parameters.
+        local_params: this rank's shards of the parameters.
         group: entries of the group.
         betas: decay rates of the two moments.
         eps: constant added to the root of the second moment.
         moments: dtype of both moments in memory; None for the dtype of the parameters, at least float32.
         rounded: see `LocalParameters.put_values`.
     """
-    kept = held.values, held.state("exp_avg", moments), held.state("exp_avg_sq", moments)
+    kept = (
+        local_params.values,
+        local_params.state("exp_avg", moments),
+        local_params.state("exp_avg_sq", moments),
+    )
     # the kernel for CPUs reads memory in order, whatever the strides say
-    values, first, second, grads = ([tensor.contiguous() for tensor in one] for one in (*kept, held.grads))
-    steps = held.steps.unbind()
-    for dtype in dict.fromkeys(held.wide):
-        chosen = [index for index, wide in enumerate(held.wide) if wide == dtype]
+    values, first, second, grads = (
+        [tensor.contiguous() for tensor in one] for one in (*kept, local_params.grads)
+    )
+    steps = local_params.steps.unbind()
+    for dtype in dict.fromkeys(local_params.wide):
+        chosen = [index for index, wide in enumerate(local_params.wide) if wide == dtype]
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
             *([one[index] for index in chosen] for one in (values, grads, first, second)),
             max_exp_avg_sqs=[],
@@ -46,8 +52,8 @@ def adamw_step(
             eps=eps,
             amsgrad=False,
             maximize=False,
-            found_inf=held.found_inf,
+            found_inf=local_params.found_inf,
         )
-    held.put("exp_avg", first)
-    held.put("exp_avg_sq", second)
-    held.put_values(values, rounded)
+    local_params.put("exp_avg", first)
+    local_params.put("exp_avg_sq", second)
+    local_params.put_values(values, rounded)

@@ -64,12 +64,15 @@ class AdamWConfig(OptimizerConfig):
         return LocalOptimizer(groups, {"AdamW": partial(self._step, rounding=rounding)}, ["AdamW"])
 
     def _step(
-        self, held: LocalParameters, group: Mapping[str, Any], rounding: StochasticRounding | None = None
+        self,
+        local_params: LocalParameters,
+        group: Mapping[str, Any],
+        rounding: StochasticRounding | None = None,
     ) -> None:
         import torch
 
         from forge_trainer.optim.adam_rule import adamw_step
 
         moments = torch.bfloat16 if self.moments == "bfloat16" else None
-        rounded = None if rounding is None else rounding.of(held, group)
-        adamw_step(held, group, self.betas, self.eps, moments, rounded)
+        rounded = None if rounding is None else rounding.of(local_params, group)
+        adamw_step(local_params, group, self.betas, self.eps, moments, rounded)

@@ -42,16 +42,16 @@ def evaluation_weights(config: OptimizerConfig, optimizer: Optimizer) -> Iterato
 
     Needs a second copy of the weights meanwhile, except for optimizers without averages.
     """
-    held: list[tuple[Tensor, Tensor]] = []
+    originals: list[tuple[Tensor, Tensor]] = []
     try:
         with torch.no_grad():
             for parameter, state in optimizer.state.items() if config.averages else ():
                 if all(name in state for name in config.averages):
                     value = local_part(parameter)
-                    held.append((value, value.clone()))
+                    originals.append((value, value.clone()))
                     value.copy_(config.evaluated(value, {n: local_part(state[n]) for n in config.averages}))
         yield
     finally:
         with torch.no_grad():
-            for value, before in held:
+            for value, before in originals:
                 value.copy_(before)

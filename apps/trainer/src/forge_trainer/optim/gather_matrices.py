@@ -119,10 +119,10 @@ class MatrixExchange:
     def assembled(self, bucket: int, pending: Pending) -> list[Tensor]:
         """Assemble the matrices of a bucket that this rank owns, [R, C] each."""
         received, routes = pending.wait(), self._routes[bucket]
-        whole = [received.new_zeros(box.shape) for box in routes.owned]
+        matrices = [received.new_zeros(box.shape) for box in routes.owned]
         for piece, values in zip(routes.there.into, _cut(received, routes.there.into), strict=True):
-            whole[piece.owned][piece.there].copy_(values)
-        return [tensor.view(tensor.shape[-2:]) for tensor in whole]
+            matrices[piece.owned][piece.there].copy_(values)
+        return [tensor.view(tensor.shape[-2:]) for tensor in matrices]
 
     def scatter(self, bucket: int, results: Sequence[Tensor], like: Sequence[Tensor]) -> Pending:
         """Begin to send results back to all ranks that hold a shard. Collective.
@@ -321,7 +321,7 @@ def _owned(bucket: list[Matrix], holdings: list[list[Holding]], load: list[int])
     owners: dict[int, int] = {}
     for index in sorted(range(len(bucket)), key=lambda i: (-cost(*bucket[i].size), i)):
         matrix = bucket[index]
-        has = [r for r, held in enumerate(holdings) if matrix.box.meet(held[matrix.parameter].box)]
+        has = [r for r, of_rank in enumerate(holdings) if matrix.box.meet(of_rank[matrix.parameter].box)]
         owner = has[0] if len(has) == 1 else min(range(len(load)), key=lambda r: (load[r], r))
         load[owner] += cost(*matrix.size)
         owners[index] = owner

@@ -210,10 +210,10 @@ def require_names(rules: Sequence[GroupRule], roles: Mapping[str, str]) -> None:
                     f"optimizer.groups[{index}]: {pattern!r} names no parameter; the model has {kinds}"
                 )
         if not any(rule.names(name, role) for name, role in roles.items()):
-            there = dict.fromkeys(r for n, r in roles.items() if rule.matches(n))
+            present_roles = dict.fromkeys(r for n, r in roles.items() if rule.matches(n))
             raise ConfigError(
                 f"optimizer.groups[{index}]: no parameter that it matches has a role of "
-                f"{', '.join(rule.roles)}; they have {', '.join(there)}"
+                f"{', '.join(rule.roles)}; they have {', '.join(present_roles)}"
             )
 
 

@@ -42,8 +42,8 @@ class LionConfig(OptimizerConfig):
 
         formula = partial(_lion, betas=self.betas)
 
-        def step(held: LocalParameters, group: Mapping[str, Any]) -> None:
-            held.apply(formula, {"exp_avg": False}, group["lr"], group["weight_decay"])
+        def step(local_params: LocalParameters, group: Mapping[str, Any]) -> None:
+            local_params.apply(formula, {"exp_avg": False}, group["lr"], group["weight_decay"])
 
         groups = self.param_groups(parameters)
         return LocalOptimizer(groups, {"Lion": step}, elementwise=["Lion"], compiled=self.compile)

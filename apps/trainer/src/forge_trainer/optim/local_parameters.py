@@ -304,8 +304,8 @@ class LocalOptimizer(torch.optim.Optimizer):
                 portions = shared.portions(parameters)
                 shared.take((LocalParameters(self, finite, portion) for portion in portions), group)
                 continue
-            for held in self._portions(group["kind"], parameters, finite):
-                self._rules[group["kind"]](held, group)
+            for local_params in self._portions(group["kind"], parameters, finite):
+                self._rules[group["kind"]](local_params, group)
 
     def _portions(
         self, kind: str, parameters: Sequence[Tensor], finite: Tensor | None

@@ -80,7 +80,7 @@ class MuonConfig(OptimizerConfig):
         groups = self.param_groups(parameters)
         return LocalOptimizer(groups, {"AdamW": self._adamw}, ["AdamW"], {"Muon": MuonRule(self, mesh)})
 
-    def _adamw(self, held: LocalParameters, group: Mapping[str, Any]) -> None:
+    def _adamw(self, local_params: LocalParameters, group: Mapping[str, Any]) -> None:
         from forge_trainer.optim.adam_rule import adamw_step
 
-        adamw_step(held, group, self.betas, self.eps)
+        adamw_step(local_params, group, self.betas, self.eps)

@@ -26,13 +26,13 @@ class Portion:
     """Parameters that take a step together, during this step.
 
     Attributes:
-        held: this rank's shards of the parameters.
+        local_params: this rank's shards of the parameters.
         exchange: the exchange of their matrices.
         ahead: input of the orthogonalization: the new momentum, or the look-ahead, stored in `updates`.
         updates: the orthogonal factors.
     """
 
-    held: LocalParameters
+    local_params: LocalParameters
     exchange: MatrixExchange
     ahead: list[Tensor]
     updates: list[Tensor]
@@ -97,49 +97,53 @@ class MuonRule:
     def _buckets(self, portions: Iterator[LocalParameters]) -> Iterator[Bucket]:
         """Yield all buckets; each transfer to the owners begins when its bucket is requested."""
         config = self._config
-        for held in portions:
-            momentum = held.update("lerp", held.state("momentum"), held.grads, 1 - config.momentum)
+        for local_params in portions:
+            momentum = local_params.update(
+                "lerp", local_params.state("momentum"), local_params.grads, 1 - config.momentum
+            )
             if config.nesterov:
-                ahead = updates = foreach("lerp", held.grads, momentum, config.momentum)
-                held.put("momentum", momentum)
+                ahead = updates = foreach("lerp", local_params.grads, momentum, config.momentum)
+                local_params.put("momentum", momentum)
                 del momentum
             else:
                 ahead, updates = momentum, [torch.empty_like(value) for value in momentum]
-            del held.grads  # of bfloat16 they are a copy
-            portion = Portion(held, self._exchange(held), ahead, updates)
+            del local_params.grads  # of bfloat16 they are a copy
+            portion = Portion(local_params, self._exchange(local_params), ahead, updates)
             for index in range(len(portion.exchange.buckets)):
                 yield Bucket(portion, index, portion.exchange.gather(index, ahead))
 
     def _end(self, portion: Portion, group: Mapping[str, Any]) -> None:
         """Write the new values of a portion."""
-        held, lr = portion.held, group["lr"]
-        factors = [-lr * self._factor(*parameter.shape[-2:]) for parameter in held.parameters]
-        values = held.update("mul", held.values, 1 - lr * group["weight_decay"])
+        local_params, lr = portion.local_params, group["lr"]
+        factors = [-lr * self._factor(*parameter.shape[-2:]) for parameter in local_params.parameters]
+        values = local_params.update("mul", local_params.values, 1 - lr * group["weight_decay"])
         foreach("mul_", portion.updates, factors)
         foreach("add_", values, portion.updates)
         if not self._config.nesterov:
-            held.put("momentum", portion.ahead)
-        held.put_values(values)
+            local_params.put("momentum", portion.ahead)
+        local_params.put_values(values)
 
     def _factor(self, rows: int, columns: int) -> float:
         if self._config.scale == "match-rms-adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(rows / columns if self._config.scale == "spectral" else max(1.0, rows / columns))
 
-    def _exchange(self, held: LocalParameters) -> MatrixExchange:
+    def _exchange(self, local_params: LocalParameters) -> MatrixExchange:
         """Return the exchange of parameters that take a step together, built once for each set."""
-        key = tuple(map(id, held.parameters))
+        key = tuple(map(id, local_params.parameters))
         if key not in self._exchanges:
-            mesh = self._mesh or Mesh(held.parameters[0].device)
-            splits = [(1, 0)] * len(held.parameters)
-            made = MatrixExchange(held.parameters, mesh, splits, self._dtype(held), self._load)
+            mesh = self._mesh or Mesh(local_params.parameters[0].device)
+            splits = [(1, 0)] * len(local_params.parameters)
+            made = MatrixExchange(
+                local_params.parameters, mesh, splits, self._dtype(local_params), self._load
+            )
             self._exchanges[key] = made
         return self._exchanges[key]
 
-    def _dtype(self, held: LocalParameters) -> torch.dtype:
-        wide = held.wide[0]
+    def _dtype(self, local_params: LocalParameters) -> torch.dtype:
+        wide = local_params.wide[0]
         if wide == torch.float64:
             return wide
-        device = held.parameters[0].device.type
+        device = local_params.parameters[0].device.type
         compute = self._config.compute
         return torch.bfloat16 if compute == "bfloat16" or (compute == "auto" and device == "cuda") else wide

@@ -57,21 +57,21 @@ class StochasticRounding:
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, Place]] = {}  # by parameter; layouts never change
 
-    def of(self, held: LocalParameters, group: Mapping[str, Any]) -> Callable[[int, Tensor], Tensor]:
+    def of(self, local_params: LocalParameters, group: Mapping[str, Any]) -> Callable[[int, Tensor], Tensor]:
         """Return the rounding for `LocalParameters.put_values`; it rounds bfloat16 parameters only."""
-        if id(held.parameters[0]) not in self._known:
+        if id(local_params.parameters[0]) not in self._known:
             for parameter, name in zip(group["params"], group["param_names"], strict=True):
                 shard = local_shard(parameter)
                 place = Place(shard.offsets, tuple(shard.values.shape), tuple(parameter.shape))
                 self._known[id(parameter)] = _key(name), place
 
         def rounded(index: int, value: Tensor) -> Tensor:
-            parameter = held.parameters[index]
+            parameter = local_params.parameters[index]
             if parameter.dtype != torch.bfloat16 or not value.numel():
                 return value
             key, place = self._known[id(parameter)]
-            step = held.steps[index].long() * 0x5851F42D4C957F2D + key
-            return stochastic_bfloat16(value, step, place._replace(first=held.first))
+            step = local_params.steps[index].long() * 0x5851F42D4C957F2D + key
+            return stochastic_bfloat16(value, step, place._replace(first=local_params.first))
 
         return rounded
 

@@ -73,19 +73,19 @@ class ScheduleFreeAdamWConfig(OptimizerConfig):
             compiled=self.compile,
         )
 
-    def _step(self, formula: Formula, held: LocalParameters, group: Mapping[str, Any]) -> None:
+    def _step(self, formula: Formula, local_params: LocalParameters, group: Mapping[str, Any]) -> None:
         import torch
 
         lr, (beta1, beta2) = group["lr"], self.betas
-        largest = held.scalars("lr_max").clamp(min=lr)
-        weight = held.steps.double() ** self.step_power * largest**self.weight_power
-        total = held.scalars("weight_sum") + weight
+        largest = local_params.scalars("lr_max").clamp(min=lr)
+        weight = local_params.steps.double() ** self.step_power * largest**self.weight_power
+        total = local_params.scalars("weight_sum") + weight
         share = torch.where(total > 0, weight / total, 0.0)
-        numbers = 1 - beta2 ** held.steps.double(), share, lr * (beta1 * (1 - share) - 1)
-        held.put("lr_max", largest.unbind())
-        held.put("weight_sum", total.unbind())
+        numbers = 1 - beta2 ** local_params.steps.double(), share, lr * (beta1 * (1 - share) - 1)
+        local_params.put("lr_max", largest.unbind())
+        local_params.put("weight_sum", total.unbind())
         states = {"exp_avg_sq": False, "z": True}
-        held.apply(formula, states, lr, group["weight_decay"], *map(held.each, numbers))
+        local_params.apply(formula, states, lr, group["weight_decay"], *map(local_params.each, numbers))
 
     def evaluated(self, value: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """See `OptimizerConfig.evaluated`."""

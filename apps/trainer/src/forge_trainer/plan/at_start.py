@@ -62,9 +62,9 @@ class StartPlan:
         Raises:
             ConfigError: the job does not fit and the start is strict; raised on every rank.
         """
-        told = from_first(self._too_large, group)
-        if told and self.strict:
-            raise ConfigError(f"{told}; without --strict it would be tried")
+        message = from_first(self._too_large, group)
+        if message and self.strict:
+            raise ConfigError(f"{message}; without --strict it would be tried")
 
     def lines(self) -> list[str]:
         """Return lines for the announcement of the start; none if the plan is not finished yet."""
@@ -97,8 +97,8 @@ class StartPlan:
             if self._process.returncode == 0:
                 self._record = record_of(json.loads(out[out.find("{") :]))  # modules may print as they load
             elif self._process.returncode > 0:  # below 0 it was ended
-                said = err.strip().splitlines() or ["no reason"]
-                emit(f"plan: this start is not planned: {said[-1]}\n", sys.stderr)
+                lines = err.strip().splitlines() or ["no reason"]
+                emit(f"plan: this start is not planned: {lines[-1]}\n", sys.stderr)
         except (ValueError, KeyError, TypeError) as error:
             emit(f"plan: this start is not planned: {error!r}\n", sys.stderr)
         finally:
@@ -109,11 +109,11 @@ class StartPlan:
         usual = STRICT_PATIENCE_S if self.strict else PATIENCE_S
         if not self._ready.wait(usual if patience_s is None else patience_s) or self._warned:
             return ""
-        told = does_not_fit(self._record)
-        if told and not self.strict:
-            emit(f"WARNING {told}\n", sys.stderr)
-        self._warned = bool(told)
-        return told
+        message = does_not_fit(self._record)
+        if message and not self.strict:
+            emit(f"WARNING {message}\n", sys.stderr)
+        self._warned = bool(message)
+        return message
 
 
 def plan_start(options: argparse.Namespace, overrides: Sequence[str], rank: int, ranks: int) -> StartPlan:

@@ -95,15 +95,15 @@ class Collectives:
         ranks = dist.get_process_group_ranks(group)
         kind = kind_of(name.partition("::")[2])
         assert kind is not None
-        said = Collective(
+        collective = Collective(
             self._axis(group.group_name, name.startswith("_") or kind in ("send", "receive")),
             kind,
             len(ranks),
             len({rank // self._node_ranks for rank in ranks}),
             place.phase,
         )
-        before = self.found[place.micro, said]
-        self.found[place.micro, said] = Traffic(
+        before = self.found[place.micro, collective]
+        self.found[place.micro, collective] = Traffic(
             before.count + 1, before.bytes + size_of(kind, arguments, out)
         )
 

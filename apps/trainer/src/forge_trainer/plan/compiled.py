@@ -41,31 +41,31 @@ class MatmulInputs:
     """
 
     def __init__(self, blocks: Iterable[str]) -> None:
-        self._held: dict[str, deque[list[Tensor]]] = {block: deque() for block in blocks}
+        self._inputs: dict[str, deque[list[Tensor]]] = {block: deque() for block in blocks}
         self._now = ""
 
     def entered(self, module: str) -> None:
         """Record the beginning of a block's forward pass, for one of the micro-batches in flight."""
-        if module in self._held:
-            self._held[module].append([])
+        if module in self._inputs:
+            self._inputs[module].append([])
 
     def took(self, module: str, tensor: Tensor) -> None:
         """Hold the input of a matmul inside a module."""
-        held = self._held.get(_block_of(module, self._held))
-        if held:
-            held[-1].append(tensor)
+        queue = self._inputs.get(_block_of(module, self._inputs))
+        if queue:
+            queue[-1].append(tensor)
 
     def came_back(self, module: str) -> None:
         """Record that the backward pass reached a module; the backward pass of the previous block is over."""
-        block = _block_of(module, self._held)
+        block = _block_of(module, self._inputs)
         if block != self._now:
             self.over()
             self._now = block
 
     def over(self) -> None:
         """Release the inputs of the present block, whose backward pass is over."""
-        if held := self._held.get(self._now):
-            held.popleft()
+        if queue := self._inputs.get(self._now):
+            queue.popleft()
         self._now = ""
 
 

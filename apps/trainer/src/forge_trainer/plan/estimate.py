@@ -57,8 +57,11 @@ def seconds(
     moved = sum(size * (1.0 if phase == "update" else fused) for phase, size in step.moved.items())
     compute = matmul + attention + moved / (device.memory_gbs * 1e9 * reached.memory)
     launch = 0.0 if job.compile.enabled else step.kernels * device.launch_us * 1e-6
-    times = {said: collective_s(said, traffic, device, reached) for said, traffic in step.collectives.items()}
-    hidden = sum(time for said, time in times.items() if said.axis in SHARDED)
+    times = {
+        collective: collective_s(collective, traffic, device, reached)
+        for collective, traffic in step.collectives.items()
+    }
+    hidden = sum(time for collective, time in times.items() if collective.axis in SHARDED)
     exposed = sum(times.values()) - hidden
     busy = max(compute + exposed, launch)
     waits = bubble_share(job.pipeline.schedule, job.pipeline.held(), stages, micro_batches)
@@ -69,25 +72,25 @@ def seconds(
     return Seconds(compute, exposed, hidden, launch, busy * waits, low, high, max(low, likely))
 
 
-def collective_s(said: Collective, traffic: Traffic, device: Device, reached: Efficiency) -> float:
+def collective_s(collective: Collective, traffic: Traffic, device: Device, reached: Efficiency) -> float:
     """Estimate the seconds of all collectives of a kind, by rings that enter and leave each node once."""
-    inside = said.nodes == 1
-    local = said.ranks / said.nodes
+    inside = collective.nodes == 1
+    local = collective.ranks / collective.nodes
     links = device.inside_gbs
     if not device.switched and local > 1:
         links *= min(1.0, (local - 1) / (device.node_ranks - 1))
     speed = links if inside else min(links, device.between_gbs * local)
-    sent = traffic.bytes * (1 - 1 / said.ranks)
-    if said.kind == "all-reduce":
+    sent = traffic.bytes * (1 - 1 / collective.ranks)
+    if collective.kind == "all-reduce":
         sent *= 2
-    elif said.kind in ("send", "receive"):
+    elif collective.kind in ("send", "receive"):
         sent = traffic.bytes
-    elif said.kind == "all-to-all" and not inside:
-        speed = device.between_gbs / (1 - local / said.ranks)
+    elif collective.kind == "all-to-all" and not inside:
+        speed = device.between_gbs / (1 - local / collective.ranks)
     return sent / (speed * 1e9 * reached.network) + traffic.count * device.latency_us[not inside] * 1e-6
 
 
-def bubble_share(schedule: str, held: int, stages: int, micro_batches: int) -> float:
+def bubble_share(schedule: str, stages_per_rank: int, stages: int, micro_batches: int) -> float:
     """Return the waiting time of a rank as a fraction of its working time.
 
     For `gpipe` and `1f1b` it is (p - 1) / m (Narayanan et al. 2021, arXiv:2104.04473 section 2.2), for
@@ -96,7 +99,7 @@ def bubble_share(schedule: str, held: int, stages: int, micro_batches: int) -> f
     """
     share = (stages - 1) / max(1, micro_batches)
     if schedule.startswith("interleaved"):
-        share /= held
+        share /= stages_per_rank
     if "zero_bubble" in schedule or schedule == "dualpipe_v":
         share /= 3
     return share

@@ -78,7 +78,7 @@ def with_micro_batches(step: Traced, traced: int, number: int, all_in_flight: bo
     return replace(
         step,
         peaks=peaks,
-        held=step.held | {kinds.INPUTS: times * step.held[kinds.INPUTS]},
+        resident=step.resident | {kinds.INPUTS: times * step.resident[kinds.INPUTS]},
         collectives={s: Traffic(often(s) * t.count, often(s) * t.bytes) for s, t in step.collectives.items()},
         flops={kind: times * number for kind, number in step.flops.items()},
         moved={p: size * (1.0 if p in ("gather", "update") else times) for p, size in step.moved.items()},
@@ -97,7 +97,7 @@ def combined(traces: Sequence[tuple[float, Traced]]) -> Traced:
     keys = {key for _, trace in traces for key in trace.collectives}
     return Traced(
         peaks,
-        _sum([(share, trace.held) for share, trace in traces]),
+        _sum([(share, trace.resident) for share, trace in traces]),
         {
             key: Traffic(
                 sum(

@@ -19,16 +19,16 @@ KINDS: tuple[str, ...] = (
 
 def resolve(watch: Watch) -> None:
     """Assign a kind to every storage of a finished step."""
-    for made, _, _ in watch.events:
-        if made.kind is None:
-            made.kind = _kind(made)
+    for storage, _, _ in watch.events:
+        if storage.kind is None:
+            storage.kind = _kind(storage)
 
 
-def _kind(made: Storage) -> str:
-    taken, freed = made.place, made.ended
-    if made.resized or made.op in COPIES or kind_of(made.op) is not None:
+def _kind(storage: Storage) -> str:
+    taken, freed = storage.place, storage.ended
+    if storage.resized or storage.op in COPIES or kind_of(storage.op) is not None:
         return GATHERED
-    if made.in_loss:
+    if storage.in_loss:
         return LOGITS
     if taken.phase == "forward":
         return WORKSPACE if freed is not None and freed.phase == "forward" else ACTIVATIONS
@@ -38,13 +38,13 @@ def _kind(made: Storage) -> str:
     return WORKSPACE
 
 
-def held(watch: Watch) -> dict[str, float]:
+def resident(watch: Watch) -> dict[str, float]:
     """Return the bytes of each kind between steps; moments, made in the first step, count as present."""
     found: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    for size, made in watch.begun:
-        found[made.kind or WORKSPACE] += size
-    for made, change, _ in watch.events:
-        if made.kind == MOMENTS:
+    for size, storage in watch.begun:
+        found[storage.kind or WORKSPACE] += size
+    for storage, change, _ in watch.events:
+        if storage.kind == MOMENTS:
             found[MOMENTS] += change
     return found
 
@@ -55,24 +55,24 @@ def kept(watch: Watch) -> dict[str, dict[str, float]]:
     Torch frees the sent bytes only after the last micro-batch of a pipeline.
     """
     found: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
-    for made, change, _ in watch.events:
-        phase, ended = made.place.phase, made.ended
-        later = made.kind in (ACTIVATIONS, LOGITS) and ended is not None and ended.phase == "backward"
-        if change > 0 and phase in found and (made.sent if phase == "backward" else later):
-            kind = made.kind or WORKSPACE
+    for storage, change, _ in watch.events:
+        phase, ended = storage.place.phase, storage.ended
+        later = storage.kind in (ACTIVATIONS, LOGITS) and ended is not None and ended.phase == "backward"
+        if change > 0 and phase in found and (storage.sent if phase == "backward" else later):
+            kind = storage.kind or WORKSPACE
             found[phase][kind] = found[phase].get(kind, 0.0) + change
     return found
 
 
 def peaks(watch: Watch) -> dict[Place, dict[str, float]]:
     """Return for each place the bytes of each kind at its peak since `start`; call `resolve` first."""
-    now = held(watch)
+    now = resident(watch)
     total, most = sum(now.values()), dict[Place, float]()
     found: dict[Place, dict[str, float]] = {}
-    for made, change, place in watch.events:
-        if made.kind == MOMENTS:
+    for storage, change, place in watch.events:
+        if storage.kind == MOMENTS:
             continue
-        now[made.kind or WORKSPACE] += change
+        now[storage.kind or WORKSPACE] += change
         total += change
         if change > 0 and total > most.get(place, 0):
             most[place], found[place] = total, dict(now)

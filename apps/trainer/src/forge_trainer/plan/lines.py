@@ -33,8 +33,8 @@ def plan_lines_of(plan: Plan) -> Iterator[str]:
         f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)} of {tokens:,} tokens a rank; "
         f"{_number(plan.flops)}FLOPs, {_number(plan.flops_full)}FLOPs with all pairs of tokens"
     )
-    for stage, (place, held), host in zip(plan.stages, plan.peaks, plan.host, strict=True):
-        yield from _memory_lines(plan, stage, place, held, host)
+    for stage, (place, sizes), host in zip(plan.stages, plan.peaks, plan.host, strict=True):
+        yield from _memory_lines(plan, stage, place, sizes, host)
     yield from _collective_lines(plan.stages[0])
     if plan.skewed is not None:
         yield from _skew_lines(plan)
@@ -49,9 +49,9 @@ def plan_lines_of(plan: Plan) -> Iterator[str]:
 
 
 def _memory_lines(
-    plan: Plan, stage: Stage, place: Place, held: Mapping[str, float], host: float
+    plan: Plan, stage: Stage, place: Place, sizes: Mapping[str, float], host: float
 ) -> Iterator[str]:
-    total = sum(held.values())
+    total = sum(sizes.values())
     name = "a rank" if plan.sizes["pp"] == 1 else f"stage rank {stage.number} of {plan.sizes['pp']}"
     room = ""
     if plan.device is not None:
@@ -59,7 +59,7 @@ def _memory_lines(
     ran = "all run" if stage.ran >= stage.blocks else f"{stage.ran} run, the others extrapolated"
     yield f"  memory     {name}: {sized(total)}{room}, at {where(*place)}; {stage.blocks} blocks, {ran}"
     for kind in kinds.KINDS:
-        if size := held.get(kind, 0.0):
+        if size := sizes.get(kind, 0.0):
             yield f"    {kind:<14} {sized(size):>12}  {100 * size / total:5.1f} %"
     if host:
         yield f"    on the host    {sized(host):>12}"
@@ -67,25 +67,25 @@ def _memory_lines(
 
 def _collective_lines(stage: Stage) -> Iterator[str]:
     merged: dict[Collective, Traffic] = {}
-    for said, traffic in stage.step.collectives.items():
-        key = said._replace(phase="")
+    for collective, traffic in stage.step.collectives.items():
+        key = collective._replace(phase="")
         before = merged.get(key, Traffic(0, 0))
         merged[key] = Traffic(before.count + traffic.count, before.bytes + traffic.bytes)
     if not merged:
         return
     yield f"  network    of rank {stage.rank}, in a step"
-    for said, traffic in sorted(merged.items(), key=lambda item: -item[1].bytes):
-        nodes = "inside a node" if said.nodes == 1 else f"over {said.nodes} nodes"
+    for collective, traffic in sorted(merged.items(), key=lambda item: -item[1].bytes):
+        nodes = "inside a node" if collective.nodes == 1 else f"over {collective.nodes} nodes"
         yield (
-            f"    {said.axis:<12} {said.kind:<14} {traffic.count:>8,.0f} x  {sized(traffic.bytes):>12}  "
-            f"{said.ranks} ranks {nodes}"
+            f"    {collective.axis:<12} {collective.kind:<14} {traffic.count:>8,.0f} x  "
+            f"{sized(traffic.bytes):>12}  {collective.ranks} ranks {nodes}"
         )
 
 
 def _skew_lines(plan: Plan) -> Iterator[str]:
     assert plan.skewed is not None
-    _, held = kinds.highest(plan.skewed.step.peaks)
-    more = sum(held.values()) - plan.memory_bytes
+    _, sizes = kinds.highest(plan.skewed.step.peaks)
+    more = sum(sizes.values()) - plan.memory_bytes
     sent = [
         sum(t.bytes for s, t in stage.step.collectives.items() if s.axis == "ep" and s.kind == "all-to-all")
         for stage in (plan.stages[0], plan.skewed)

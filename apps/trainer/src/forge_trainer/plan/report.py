@@ -79,7 +79,7 @@ class Plan(NamedTuple):
     @property
     def memory_bytes(self) -> float:
         """The peak memory of a rank."""
-        return max(sum(held.values()) for _, held in self.peaks)
+        return max(sum(sizes.values()) for _, sizes in self.peaks)
 
     @property
     def fits(self) -> bool | None:
@@ -155,9 +155,9 @@ def _on_the_device(
 ) -> tuple[list[tuple[Place, dict[str, float]]], list[float]]:
     """Return the bytes on the device at each place, and the bytes offloaded to the host."""
     if not job.fsdp.offload or device is None:
-        return [(place, dict(held)) for place, held in worst], [0.0 for _ in worst]
-    peaks = [(place, {k: v for k, v in held.items() if k not in HOST_KINDS}) for place, held in worst]
-    return peaks, [sum(held[kind] for kind in HOST_KINDS) for _, held in worst]
+        return [(place, dict(sizes)) for place, sizes in worst], [0.0 for _ in worst]
+    peaks = [(place, {k: v for k, v in sizes.items() if k not in HOST_KINDS}) for place, sizes in worst]
+    return peaks, [sum(sizes[kind] for kind in HOST_KINDS) for _, sizes in worst]
 
 
 def model_flops(job: Job, causal: bool) -> float:
@@ -200,7 +200,7 @@ def counted(job: Job) -> Counted:
 
 def checkpoint_bytes(plan: Plan) -> float:
     """Return the bytes of a checkpoint: weights and optimizer state, each once."""
-    step = plan.stages[0].step.held
+    step = plan.stages[0].step.resident
     weights = plan.parameters.total * (2 if plan.job.precision.pure_bf16 else 4)
     return weights * (1 + step[kinds.MOMENTS] / max(1.0, step[kinds.WEIGHTS]))
 
@@ -230,14 +230,14 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def _stage(stage: Stage, peak: tuple[Place, dict[str, float]], host: float) -> dict[str, Any]:
-    place, held = peak
+    place, sizes = peak
     return {
         "rank": stage.rank,
         "stage": stage.number,
         "blocks": stage.blocks,
         "blocks_run": stage.ran,
-        "peak": {"place": place._asdict(), "bytes": held, "total": sum(held.values())},
-        "held_bytes": stage.step.held,
+        "peak": {"place": place._asdict(), "bytes": sizes, "total": sum(sizes.values())},
+        "held_bytes": stage.step.resident,
         "host_bytes": host,
         "flops": stage.step.flops,
         "moved_bytes": stage.step.moved,

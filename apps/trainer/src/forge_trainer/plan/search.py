@@ -49,9 +49,9 @@ class Candidate(NamedTuple):
 
     def line(self) -> str:
         """Describe the candidate in one line; the keys are flags that can be pasted."""
-        said = " ".join(f"--{key}={_flag(value)}" for key, value in self.keys.items()) or "the job as it is"
+        flags = " ".join(f"--{key}={_flag(value)}" for key, value in self.keys.items()) or "the job as it is"
         time = "" if self.plan.time is None else f"{self.plan.time.likely:8.3g} s a step  "
-        return f"{time}{sized(self.plan.memory_bytes):>9}  {said}"
+        return f"{time}{sized(self.plan.memory_bytes):>9}  {flags}"
 
 
 class SearchResult(NamedTuple):
@@ -219,8 +219,8 @@ def _changed(job: Job, keys: Keys) -> Job:
         job, **{name: structs.replace(getattr(job, name), **values) for name, values in sections.items()}
     )
     for check in checks_on_paper:
-        for said in check(**{name: getattr(made, name) for name in signature(check).parameters}) or ():
-            raise ValueError(said)
+        for problem in check(**{name: getattr(made, name) for name in signature(check).parameters}) or ():
+            raise ValueError(problem)
     return made
 
 

@@ -118,8 +118,8 @@ def _offloaded(job: Job, site: Site, number: int, **options: Any) -> Stage:
         config = structs.replace(job.activation_checkpointing, mode=mode)
         return stage_on_paper(structs.replace(job, activation_checkpointing=config), site, number, **options)
 
-    held, computed = with_mode("full"), with_mode("none")
-    step = replace(computed.step, peaks=held.step.peaks, held=held.step.held, kept=held.step.kept)
+    full, computed = with_mode("full"), with_mode("none")
+    step = replace(computed.step, peaks=full.step.peaks, resident=full.step.resident, kept=full.step.kept)
     return computed._replace(step=step)
 
 

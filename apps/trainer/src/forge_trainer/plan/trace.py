@@ -72,7 +72,7 @@ class Traced:
 
     Attributes:
         peaks: bytes of each kind at the peak of each place.
-        held: bytes of weights, buffers and moments between steps.
+        resident: bytes of weights, buffers and moments between steps.
         collectives: count and bytes of each kind of collective.
         flops: FLOPs of this rank by kind; recomputation counts again.
         moved: bytes that operations without FLOPs read and write, by phase.
@@ -82,7 +82,7 @@ class Traced:
     """
 
     peaks: dict[Place, dict[str, float]]
-    held: dict[str, float]
+    resident: dict[str, float]
     collectives: dict[Collective, Traffic]
     flops: dict[str, float]
     moved: dict[str, float]
@@ -169,21 +169,21 @@ def _run(
     watch.known(kinds.INPUTS, (x for micro in batch for x in micro.inputs.values()))
     if mesh.pipeline.size > 1 and any(expert_layers(part) for part in parts):
         step.train(batch, 0)  # stages tell each other what their experts count
-    now = _tell(step, paper, parts, formats)
+    now = _exchange_names(step, paper, parts, formats)
     places.begin("forward", "first")
     watch.start()
     watch.on_operation = lambda name, arguments, out: noted.note(name, arguments, out, places.now)
     step.train(batch, 1)
     watch.on_operation = None
     watch.known(kinds.MOMENTS, _state(optimizer))
-    now = now if now.names else _tell(step, paper, parts, formats)
+    now = now if now.names else _exchange_names(step, paper, parts, formats)
     kinds.resolve(watch)
-    peaks, held = kinds.peaks(watch), kinds.held(watch)
-    for one in (held, *peaks.values()):
+    peaks, resident = kinds.peaks(watch), kinds.resident(watch)
+    for one in (resident, *peaks.values()):
         one[kinds.INPUTS] *= micro_batches / run
     return Traced(
         peaks,
-        held,
+        resident,
         _traffic(noted, micro_batches - run),
         _total(watch.flops, micro_batches - run),
         _total(watch.moved, micro_batches - run),
@@ -193,7 +193,9 @@ def _run(
     )
 
 
-def _tell(step: Any, job: Job, parts: list[nn.Module], formats: StageFormats | None) -> StageFormats:
+def _exchange_names(
+    step: Any, job: Job, parts: list[nn.Module], formats: StageFormats | None
+) -> StageFormats:
     """After its first step, set in a step the names of all pipeline stages, and return its formats."""
     own = {f"{name}/": layer for part in parts for name, layer in expert_layers(part).items()}
     known: dict[str, torch.dtype] = getattr(step, "_statistics", None) or {}
@@ -235,11 +237,11 @@ class Followed(Update):
 
     watch: Watch
 
-    def __call__(self, step: int, loss: Tensor, held: Sequence[BuffersBefore] = ()) -> Updated:
+    def __call__(self, step: int, loss: Tensor, saved_buffers: Sequence[BuffersBefore] = ()) -> Updated:
         """See `Update.__call__`."""
         self.watch.places.begin("update")
         self.watch.known(kinds.GRADIENTS, (p.grad for part in self.parts for p in part.parameters()))
-        return super().__call__(step, loss, held)
+        return super().__call__(step, loss, saved_buffers)
 
 
 def _number_micro_batches(model: nn.Module, places: Places, count: int) -> None:

@@ -161,10 +161,10 @@ def line_of(summary: dict[str, Any]) -> str:
     """Return one line with the three largest classes and the longest kernel."""
     step_s = summary["step_s"] or 1.0
     largest = sorted(summary["classes_s"].items(), key=lambda item: -item[1])[:3]
-    told = ", ".join(f"{kind} {s / step_s:.0%}" for kind, s in largest)
+    classes = ", ".join(f"{kind} {s / step_s:.0%}" for kind, s in largest)
     first = next(iter(summary["longest"]), None)
     longest = f"; longest: {first['what']} {first['s'] / step_s:.0%}" if first else ""
-    return f"profiled {summary['steps']} steps of {_ms(summary['step_s'])}: {told}{longest}"
+    return f"profiled {summary['steps']} steps of {_ms(summary['step_s'])}: {classes}{longest}"
 
 
 def markdown(summary: dict[str, Any]) -> str:
@@ -175,12 +175,12 @@ def markdown(summary: dict[str, Any]) -> str:
     """
     step_s = summary["step_s"] or 1.0
     last = summary["first_step"] + summary["steps"] - 1
-    told = ", ".join(f"{name} {_ms(s)}" for name, s in summary["beside_s"].items() if s >= LEAST_S)
+    beside = ", ".join(f"{name} {_ms(s)}" for name, s in summary["beside_s"].items() if s >= LEAST_S)
     lines = [
         f"# Where the time of a step goes: steps {summary['first_step']} to {last}, rank {summary['rank']}",
         "",
         f"A step took {_ms(summary['step_s'])} on {summary['device']}. Every moment belongs to one row.",
-        *([f"Beside all these steps there were {told}."] if told else []),
+        *([f"Beside all these steps there were {beside}."] if beside else []),
         "",
         "| class | ms a step | share | |",
         "|---|---:|---:|---|",

@@ -56,14 +56,14 @@ def _size(shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def _stages(curves: Iterable[Iterable[tuple[int, float, int]]]) -> str:
-    said = [
+    texts = [
         f"x {lr:g} from step {start} on" + (f" after {warmup} steps of warm-up" if warmup else "")
         for curve in curves
         for start, lr, warmup in curve
     ]
-    return f"  {', '.join(said)}" if said else ""
+    return f"  {', '.join(texts)}" if texts else ""
 
 
 def _frozen(stages: Stages) -> str:
-    said = [f"from step {a} on" if b is None else f"in steps {a} to {b - 1}" for a, b in stages]
-    return f"  frozen {', '.join(said)}" if said else ""
+    texts = [f"from step {a} on" if b is None else f"in steps {a} to {b - 1}" for a, b in stages]
+    return f"  frozen {', '.join(texts)}" if texts else ""

@@ -144,8 +144,8 @@ def _is_replaced(state: str, job_info: str) -> bool:
 def _shutdown_s(ended: dict[str, Any] | None) -> float | None:
     """Return the seconds since the run recorded its end; None if it recorded no time."""
     try:
-        said = datetime.fromisoformat(ended["when"]) if ended else None
-        return None if said is None else max(0.0, (datetime.now(UTC) - said).total_seconds())
+        ended_at = datetime.fromisoformat(ended["when"]) if ended else None
+        return None if ended_at is None else max(0.0, (datetime.now(UTC) - ended_at).total_seconds())
     except (KeyError, TypeError, ValueError):
         return None
 

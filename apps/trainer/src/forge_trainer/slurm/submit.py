@@ -54,13 +54,13 @@ def launch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.dry_run:
         sys.stdout.write(text)
     if device := options.device or cluster.device:
-        too_large = _tell_plan(options, overrides, device, nodes, cluster.ranks)
+        too_large = _report_plan(options, overrides, device, nodes, cluster.ranks)
         if too_large and options.strict:
             raise ConfigError(f"{too_large}; without --strict it would be submitted")
     return ExitCode.DONE if options.dry_run else submit_script(made, text)
 
 
-def _tell_plan(
+def _report_plan(
     options: argparse.Namespace, overrides: Sequence[str], device: str, nodes: int, node_ranks: int
 ) -> str:
     """Print the planned needs and speed of the job before it is submitted.
@@ -138,28 +138,30 @@ def _values(text: str) -> list[str]:
     return [f"--{key.lstrip('-')}={value}" for value in values.split(",")]
 
 
-def submit_script(made: Launch, text: str) -> int:
+def submit_script(launch: Launch, text: str) -> int:
     """Write a batch script and submit it.
 
     Raises:
         ConfigError: SLURM refuses it.
     """
-    made.script.parent.mkdir(parents=True, exist_ok=True)
-    partial = made.script.with_suffix(f".{os.getpid()}")
+    launch.script.parent.mkdir(parents=True, exist_ok=True)
+    partial = launch.script.with_suffix(f".{os.getpid()}")
     partial.write_text(text)
-    partial.replace(made.script)
+    partial.replace(launch.script)
     try:
-        told = subprocess.run(
-            ["sbatch", "--parsable", str(made.script)], capture_output=True, text=True, check=False
+        result = subprocess.run(
+            ["sbatch", "--parsable", str(launch.script)], capture_output=True, text=True, check=False
         )
     except OSError as error:
         raise ConfigError(f"sbatch cannot be started ({error}); is this a login node of a cluster?") from None
-    if told.returncode:
-        raise ConfigError(f"SLURM refuses {made.script}: {told.stderr.strip()}")
-    job = told.stdout.strip().partition(";")[0]
-    sys.stdout.write(f"job {job}: {made.nodes} nodes of {made.cluster.ranks} ranks, {made.script}\n")
-    sys.stdout.write(f"  log     {made.script.parent / made.name}-{job}{'_*' if made.runs else ''}.log\n")
-    sys.stdout.write(f"  warned  {made.warning}\n")
-    watched = made.root if made.names else f"{made.root / made.name}{'-N' if made.sweep else ''}"
+    if result.returncode:
+        raise ConfigError(f"SLURM refuses {launch.script}: {result.stderr.strip()}")
+    job = result.stdout.strip().partition(";")[0]
+    sys.stdout.write(f"job {job}: {launch.nodes} nodes of {launch.cluster.ranks} ranks, {launch.script}\n")
+    sys.stdout.write(
+        f"  log     {launch.script.parent / launch.name}-{job}{'_*' if launch.runs else ''}.log\n"
+    )
+    sys.stdout.write(f"  warned  {launch.warning}\n")
+    watched = launch.root if launch.names else f"{launch.root / launch.name}{'-N' if launch.sweep else ''}"
     sys.stdout.write(f"  watch   forge status {watched}\n")
     return ExitCode.DONE

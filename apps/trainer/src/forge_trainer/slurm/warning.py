@@ -71,5 +71,5 @@ def _stops_s(directory: Path) -> list[float]:
 
 def _ends_s(directory: Path) -> list[float]:
     """Return the seconds from the recorded end of each of the last starts to the end of its processes."""
-    told = [line["shutdown_s"] for line in read_lines(RunFiles(directory).starts, "shutdown_s")]
-    return [float(s) for s in told[-REMEMBERED:] if isinstance(s, int | float) and 0 <= s < math.inf]
+    seconds = [line["shutdown_s"] for line in read_lines(RunFiles(directory).starts, "shutdown_s")]
+    return [float(s) for s in seconds[-REMEMBERED:] if isinstance(s, int | float) and 0 <= s < math.inf]

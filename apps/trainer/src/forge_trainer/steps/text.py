@@ -56,10 +56,10 @@ class TextStep:
         samples = sum(len(micro.inputs["tokens"]) for micro in batch) * self.mesh.batch.size
         tokens = sum(micro.inputs["tokens"].numel() for micro in batch) * self.mesh.batch.size
         targets, real = self._counts(batch)
-        held = self.update.begin(tokens if real is None else real, step)
+        saved_buffers = self.update.begin(tokens if real is None else real, step)
         means = self._backward(batch, targets)
         loss = means.pop("loss")
-        norm, finite, lr, statistics = self.update(step, loss, held)
+        norm, finite, lr, statistics = self.update(step, loss, saved_buffers)
         metrics = means | self._of_all_stages(statistics)
         shapes = [{name: tuple(x.shape) for name, x in micro.inputs.items()} for micro in batch]
         return StepOutput(loss, norm, finite, lr, samples, tokens, metrics, shapes)
@@ -120,8 +120,8 @@ class TextStep:
                 moved = micro.to(self.mesh.device)
                 terms = self.runner.forward(self._inputs(moved))
                 if terms is not None:
-                    told = right(_hits(terms), moved) if self.answers else {}
-                    sums.add(terms.sums | by_source(terms, moved) | told)
+                    hits = right(_hits(terms), moved) if self.answers else {}
+                    sums.add(terms.sums | by_source(terms, moved) | hits)
         totals = sums.totals(self.mesh, sums.names(self.mesh))
         losses = {n: t for n, t in totals.items() if n == "loss" or n.startswith(BY_SOURCE)}
         return evaluated(losses, lengths.totals(self.mesh)) | means(totals)

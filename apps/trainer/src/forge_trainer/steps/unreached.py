@@ -31,7 +31,7 @@ def unreached(parts: Sequence[nn.Module], mesh: Mesh) -> list[str]:
         everyone = everyone * dist.get_world_size(mesh.control_group)
         dist.all_gather_object(everyone, everyone[0], group=mesh.control_group)
     found = {name for _, names in everyone for name in names}
-    names = dict.fromkeys(name for held, _ in everyone for name in held)
+    names = dict.fromkeys(name for owned, _ in everyone for name in owned)
     return [name for name in names if name not in found]
 
 

@@ -74,13 +74,13 @@ class Update:
                 number(step)
         return [BuffersBefore(part) for part in self.parts]
 
-    def __call__(self, step: int, loss: Tensor, held: Sequence[BuffersBefore] = ()) -> Updated:
+    def __call__(self, step: int, loss: Tensor, saved_buffers: Sequence[BuffersBefore] = ()) -> Updated:
         """Take step number `step`; without effect if the loss or any gradient is not finite. Collective.
 
         Args:
             step: number of the step, from 0.
             loss: [] loss of the global batch.
-            held: result of `begin`.
+            saved_buffers: result of `begin`.
         """
         if step == 0 and self.on_first_step is not None:
             self.on_first_step()
@@ -101,7 +101,7 @@ class Update:
             if self.ema_decay:
                 average_weights(self.optimizer, self.ema_decay, finite.to(parameters[0].device))
         self._reset_lr()
-        for buffers in held:
+        for buffers in saved_buffers:
             buffers.restore_unless(finite)
         return Updated(norm, finite, lr, statistics)
 
@@ -133,6 +133,6 @@ def _scale_gradients(experts: nn.Module, scales: Tensor) -> None:
     """Multiply this rank's gradients of stacked parameters [E, ...] by `scales` [E], in place."""
     for parameter in experts.parameters():
         if parameter.grad is not None:
-            held, offsets, _ = local_shard(parameter.grad)
-            mine = scales[offsets[0] : offsets[0] + len(held)].to(held)
-            held.mul_(mine.view(-1, *[1] * (held.ndim - 1)))
+            local, offsets, _ = local_shard(parameter.grad)
+            mine = scales[offsets[0] : offsets[0] + len(local)].to(local)
+            local.mul_(mine.view(-1, *[1] * (local.ndim - 1)))

@@ -33,10 +33,10 @@ def analyse(study: StudyConfig, points: Sequence[Point], root: Path) -> int:
     write_results(rows, root)
     good = complete(rows, study.analysis.loss)
     if not good:
-        there = sorted({key for row in rows for key in row if "loss" in key})
+        losses = sorted({key for row in rows for key in row if "loss" in key})
         raise ConfigError(
             f"no run of {study.name} is complete with {study.analysis.loss} ({summary(states)}; there are "
-            f"{', '.join(there)}); run it first, or set analysis.loss"
+            f"{', '.join(losses)}); run it first, or set analysis.loss"
         )
     by_name = {point.name: point for point in points}
     found = findings(good, study, lambda name: curve_of(by_name[name], root))

@@ -73,9 +73,9 @@ def ended(points: Sequence[Point], root: Path, is_over: bool) -> int:
     written = write_results(rows, root)
     for point, state in zip(points, states, strict=True):
         if state.kind in ("failed", "stopped"):
-            said = state.reason or last_line(log_of(root, point.name))
+            reason = state.reason or last_line(log_of(root, point.name))
             sys.stderr.write(
-                f"{point.name}: {state.kind} at step {state.step}, exit code {state.code}: {said}\n"
+                f"{point.name}: {state.kind} at step {state.step}, exit code {state.code}: {reason}\n"
             )
     sys.stdout.write(f"{summary(states)}\nwrote {', '.join(map(str, written))}\n")
     if not is_over:

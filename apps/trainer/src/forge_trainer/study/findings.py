@@ -53,7 +53,7 @@ def law(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
         return Finding("law", "Loss by parameters and tokens", doubts=[doubt])
     found = fit(n, d, y)
     laws = bootstrap(n, d, y, how.bootstrap, how.seed, found)
-    made = Finding("law", "Loss by parameters and tokens")
+    finding = Finding("law", "Loss by parameters and tokens")
     between = {
         key: interval([of(one) for one in laws], how.level, len(best))
         for key, of in (
@@ -62,7 +62,7 @@ def law(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
         )
     }  # fmt: skip
     error = float(np.mean([abs(found.loss(*size) / loss - 1) for *size, loss in zip(n, d, y, strict=True)]))
-    made.lines = [
+    finding.lines = [
         f"L = {found.e:.4g} + {found.a:.4g} / N^{found.alpha:.4g} + {found.b:.4g} / D^{found.beta:.4g}, from "
         f"{len(best)} runs, {error:.2%} off on average",
         *(
@@ -70,13 +70,15 @@ def law(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
             for key, (low, high) in between.items()
         ),
     ]  # fmt: skip
-    made.numbers = {**found._asdict(), "runs": len(best), "error": error, "intervals": between}
-    made.doubts = _law_doubts(n, d, between)
+    finding.numbers = {**found._asdict(), "runs": len(best), "error": error, "intervals": between}
+    finding.doubts = _law_doubts(n, d, between)
     if found.e < 1e-3 * min(y):
-        made.doubts.append("the loss that no size reaches is fitted as 0: all runs are far from it")
-    made.numbers["predictions"] = [_predicted(made, found, laws, how, n, d, *size) for size in how.predict]
-    made.svg = _law_picture(found, n, d, y, how.loss)
-    return made
+        finding.doubts.append("the loss that no size reaches is fitted as 0: all runs are far from it")
+    finding.numbers["predictions"] = [
+        _predicted(finding, found, laws, how, n, d, *size) for size in how.predict
+    ]
+    finding.svg = _law_picture(found, n, d, y, how.loss)
+    return finding
 
 
 def _law_doubts(n: Sequence[float], d: Sequence[float], between: dict[str, tuple[float, float]]) -> list[str]:
@@ -133,7 +135,7 @@ def _law_picture(
 
 def isoflops(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
     """Find the best size for each budget of FLOPs; None without a budget that several sizes have."""
-    made, series = Finding("isoflop", "Best size for a budget"), list[Series]()
+    finding, series = Finding("isoflop", "Best size for a budget"), list[Series]()
     budgets: list[float] = []
     places: list[tuple[Optimum, float]] = []
     for members in _alike(rows, "flops"):
@@ -146,7 +148,7 @@ def isoflops(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
         order = np.argsort(sizes)
         sizes_log, tokens_log = (np.log([best[k][key] for k in order]) for key in ("parameters", "tokens"))
         tokens = float(np.exp(np.interp(math.log(place.x), sizes_log, tokens_log)))
-        _tell(made, f"{budget:.3g} FLOPs", f"{place.x:.3g} parameters, {tokens:.3g} tokens", place)
+        _add_optimum(finding, f"{budget:.3g} FLOPs", f"{place.x:.3g} parameters, {tokens:.3g} tokens", place)
         series.append(
             Series(f"{budget:.2g} FLOPs", [*zip(sizes, losses, strict=True)], _parabola(sizes, losses))
         )
@@ -158,11 +160,11 @@ def isoflops(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
         {"flops": c, "parameters": p.x, "low": p.low, "high": p.high, "tokens": t, "loss": p.loss}
         for c, (p, t) in zip(budgets, places, strict=True)
     ]
-    made.numbers["optima"] = numbers
+    finding.numbers["optima"] = numbers
     for name, values in (("parameters", [p.x for p, _ in places]), ("tokens", [t for _, t in places])):
-        made.numbers[name] = _trend(made, name, "FLOPs", budgets, values, how)
-    made.svg = picture("Best size for a budget", "parameters", how.loss, series)
-    return made
+        finding.numbers[name] = _trend(finding, name, "FLOPs", budgets, values, how)
+    finding.svg = picture("Best size for a budget", "parameters", how.loss, series)
+    return finding
 
 
 def _alike(rows: Sequence[Row], key: str) -> list[list[Row]]:
@@ -179,30 +181,30 @@ def _alike(rows: Sequence[Row], key: str) -> list[list[Row]]:
 def best_values(rows: Sequence[Row], how: AnalysisConfig, vary: str, *also: str) -> Finding | None:
     """Find the best learning rate (`lr`) or batch (`batch_tokens`), and how it changes with the size."""
     called = {"lr": "learning rate", "batch_tokens": "batch"}[vary]
-    made = Finding(f"best_{vary}", f"Best {called}")
+    finding = Finding(f"best_{vary}", f"Best {called}")
     series, found = list[Series](), list[tuple[Row, Optimum]]()
-    for common, members in _equally_long(made, rows, vary, *also):
+    for common, members in _equally_long(finding, rows, vary, *also):
         values, losses = [row[vary] for row in members], [row[how.loss] for row in members]
         place = optimum(values, losses, how.bootstrap, how.level, how.seed)
         named = f"{common['parameters']:.3g} parameters, {common['optimizer']}, seed {common['seed']}"
-        _tell(made, named, f"{called} {place.x:.3g}", place)
+        _add_optimum(finding, named, f"{called} {place.x:.3g}", place)
         series.append(
             Series(named.partition(", ")[0], [*zip(values, losses, strict=True)], _parabola(values, losses))
         )
         found.append((common, place))
-    if not found and not made.doubts:
+    if not found and not finding.doubts:
         return None
-    made.numbers["optima"] = [
+    finding.numbers["optima"] = [
         {**common, vary: p.x, "low": p.low, "high": p.high, "loss": p.loss} for common, p in found
     ]
-    made.numbers["trends"] = {}
+    finding.numbers["trends"] = {}
     for kind in dict.fromkeys(common["optimizer"] for common, _ in found):
         these = [(common["parameters"], place.x) for common, place in found if common["optimizer"] == kind]
         if len({size for size, _ in these}) > 1:
             sizes, places = zip(*these, strict=True)
-            made.numbers["trends"][kind] = _trend(made, called, "parameters", sizes, places, how)
-    made.svg = picture(f"Best {called}", called, how.loss, series) if series else ""
-    return made
+            finding.numbers["trends"][kind] = _trend(finding, called, "parameters", sizes, places, how)
+    finding.svg = picture(f"Best {called}", called, how.loss, series) if series else ""
+    return finding
 
 
 def _equally_long(
@@ -221,21 +223,21 @@ def _equally_long(
             )
 
 
-def _tell(made: Finding, named: str, what: str, place: Optimum) -> None:
+def _add_optimum(finding: Finding, named: str, what: str, place: Optimum) -> None:
     between = f" in [{place.low:.3g}, {place.high:.3g}]" if place.high > place.low else ""
-    made.lines.append(f"{named}: {what}{between}, loss {place.loss:.4f}")
-    made.doubts += [f"{named}: {doubt}" for doubt in place.doubts]
+    finding.lines.append(f"{named}: {what}{between}, loss {place.loss:.4f}")
+    finding.doubts += [f"{named}: {doubt}" for doubt in place.doubts]
 
 
 def _trend(
-    made: Finding, what: str, over: str, xs: Sequence[float], ys: Sequence[float], how: AnalysisConfig
+    finding: Finding, what: str, over: str, xs: Sequence[float], ys: Sequence[float], how: AnalysisConfig
 ) -> dict[str, Any]:
     found: Trend = trend(xs, ys, how.bootstrap, how.level, how.seed)
-    made.lines.append(
+    finding.lines.append(
         f"{what} = {found.factor:.3g} * {over}^{found.power:.3g}, the power in [{found.low:.3g}, "
         f"{found.high:.3g}]; to be believed up to {found.reach:.2g} {over}"
     )
-    made.doubts += [f"{what} over {over}: {doubt}" for doubt in found.doubts]
+    finding.doubts += [f"{what} over {over}: {doubt}" for doubt in found.doubts]
     return found._asdict()
 
 
@@ -250,22 +252,22 @@ def _parabola(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, flo
 
 def seeds(rows: Sequence[Row], how: AnalysisConfig) -> Finding | None:
     """Measure how much the loss changes with the seed alone."""
-    made, squares, free = Finding("seeds", "What the seed changes"), 0.0, 0
+    finding, squares, free = Finding("seeds", "What the seed changes"), 0.0, 0
     for common, members in groups(rows, "seed"):
         losses = np.array([row[how.loss] for row in members])
         squares, free = squares + float(((losses - losses.mean()) ** 2).sum()), free + len(losses) - 1
-        made.lines.append(
+        finding.lines.append(
             f"{common['parameters']:.3g} parameters, {common['optimizer']}, lr {common['lr']:.3g}: "
             f"{losses.mean():.4f} +- {losses.std(ddof=1):.4f} over {len(losses)} seeds"
         )
     if not free:
         return None
     deviation = math.sqrt(squares / free)
-    made.numbers = {"deviation": deviation, "degrees_of_freedom": free}
-    made.lines.append(
+    finding.numbers = {"deviation": deviation, "degrees_of_freedom": free}
+    finding.lines.append(
         f"standard deviation {deviation:.4f}: of two single runs, a difference below "
         f"{2 * math.sqrt(2) * deviation:.4f} is noise"
     )
     if free < 4:
-        made.doubts.append(f"{free} degrees of freedom; believe a deviation of 4 or more")
-    return made
+        finding.doubts.append(f"{free} degrees of freedom; believe a deviation of 4 or more")
+    return finding

@@ -118,8 +118,8 @@ def _changed(rules: RulesConfig, keys: Tree) -> RulesConfig:
     if not keys:
         return rules
     try:
-        said = {key: value for key, value in flattened(to_builtins(rules)).items() if value is not None}
-        return convert(nested(said | keys), RulesConfig)
+        settings = {key: value for key, value in flattened(to_builtins(rules)).items() if value is not None}
+        return convert(nested(settings | keys), RulesConfig)
     except ValueError as error:
         raise ConfigError(f"{', '.join(f'rules.{key} = {keys[key]!r}' for key in keys)}: {error}") from None
 

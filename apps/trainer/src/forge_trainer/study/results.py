@@ -95,9 +95,9 @@ def write_results(rows: Sequence[Row], root: Path) -> list[Path]:
 
 def _column(values: list[Any]) -> list[Any]:
     """Convert values to one type; to text if they are not all numbers."""
-    there = [value for value in values if value is not None]
-    if all(isinstance(value, int) and not isinstance(value, bool) for value in there):
+    present = [value for value in values if value is not None]
+    if all(isinstance(value, int) and not isinstance(value, bool) for value in present):
         return values
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in there):
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
         return [None if value is None else float(value) for value in values]
     return [None if value is None else str(value) for value in values]

@@ -75,8 +75,8 @@ def last_line(log: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    said = [line.strip() for line in lines if line.strip() and not line.startswith(EXITED)]
-    return said[-1] if said else ""
+    texts = [line.strip() for line in lines if line.strip() and not line.startswith(EXITED)]
+    return texts[-1] if texts else ""
 
 
 EXITED = "forge study: exit code "

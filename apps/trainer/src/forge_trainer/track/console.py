@@ -51,8 +51,8 @@ class Console:
         """See `Tracker.log`."""
         step = int(record["step"])
         if losses := losses_of(record):
-            told = ", ".join(f"{name} loss {loss:.4f} nats a token" for name, loss in losses.items())
-            self._console.print(f"step {step:>6}  {told}", soft_wrap=True)
+            text = ", ".join(f"{name} loss {loss:.4f} nats a token" for name, loss in losses.items())
+            self._console.print(f"step {step:>6}  {text}", soft_wrap=True)
             return
         if tasks := {k: v for k, v in record.items() if k.startswith("eval/tasks/")}:
             named = [f"{k.removeprefix('eval/tasks/')} {v:.4f}" for k, v in tasks.items()]
@@ -87,10 +87,10 @@ class Console:
 
 def _of_device(record: Record) -> str:
     """Return MFU and peak memory of the device as text; empty if unknown."""
-    told = [f"MFU {record['mfu']:.1%}"] if "mfu" in record else []
+    texts = [f"MFU {record['mfu']:.1%}"] if "mfu" in record else []
     if "memory/utilization" in record:
-        told.append(f"{record['memory/peak_reserved_gib']:.1f} GiB ({record['memory/utilization']:.0%})")
-    return "".join(f"{one}  " for one in told)
+        texts.append(f"{record['memory/peak_reserved_gib']:.1f} GiB ({record['memory/utilization']:.0%})")
+    return "".join(f"{one}  " for one in texts)
 
 
 def duration(seconds: float) -> str:

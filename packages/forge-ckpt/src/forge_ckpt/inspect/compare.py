@@ -33,8 +33,8 @@ def compare(a: Path, b: Path) -> Iterator[dict[str, Any]]:
     for key in sorted({*one, *other}):
         if key not in other or key not in one:
             yield {"tensor": key, "difference": f"is only in {'a' if key in one else 'b'}"}
-        elif told := _difference(one, other, key):
-            yield {"tensor": key, **told}
+        elif difference := _difference(one, other, key):
+            yield {"tensor": key, **difference}
 
 
 def _difference(a: Checkpointed, b: Checkpointed, key: str) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def _difference(a: Checkpointed, b: Checkpointed, key: str) -> dict[str, Any]:
 
     one, other = a.manifest.tensors[key], b.manifest.tensors[key]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
-        told = f"is {one.dtype} {list(one.shape)}, and {other.dtype} {list(other.shape)}"
-        return {"difference": told}
+        text = f"is {one.dtype} {list(one.shape)}, and {other.dtype} {list(other.shape)}"
+        return {"difference": text}
     x, y = a[key].flatten(), b[key].flatten()
     if torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
         return {}
@@ -57,10 +57,10 @@ def _difference(a: Checkpointed, b: Checkpointed, key: str) -> dict[str, Any]:
     if not differing:
         return {"difference": "differs in bits only: in signs of zeros, or in NaNs"}
     largest = float(torch.maximum(x.abs().max(), y.abs().max()))
-    told = f"differs in {differing} of {x.numel()} elements, by at most {most:.6g}"
+    text = f"differs in {differing} of {x.numel()} elements, by at most {most:.6g}"
     numbers = {"most": most, "relative": most / largest, "rms": float(apart.square().mean().sqrt())}
     shown = {name: value if isfinite(value) else str(value) for name, value in numbers.items()}
-    return {"difference": told, "elements": differing, "of": x.numel(), **shown}
+    return {"difference": text, "elements": differing, "of": x.numel(), **shown}
 
 
 def _bits_differ(x: Tensor, y: Tensor) -> Tensor:

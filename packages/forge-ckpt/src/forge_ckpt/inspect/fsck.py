@@ -51,17 +51,17 @@ def fsck(root: Path) -> Iterator[Row]:
             one["why"] = f"{one.get('why', '')} is a link to {os.readlink(folder)}".strip()
         found.append({"what": "checkpoint", **one})
         yield found[-1]
-    held = _lease(root.parent / "lease")
+    lease = _lease(root.parent / "lease")
     for name in names:
-        if told := _other(root, name, held["state"] == "held"):
-            yield told
+        if entry := _other(root, name, lease["state"] == "held"):
+            yield entry
     for step in pins(root):
         if not (root / step_name(step)).exists():
             yield {"what": "pin", "step": step, "state": "dangling", "why": "there is no such checkpoint"}
     progress = Folders(root, marks=marks_around(root)).progress()
     intact = [one["step"] for one in found if one["state"] == "intact"]
     yield {"what": "progress", "step": progress, **_behind(progress, max(intact, default=-1))}
-    yield {"what": "lease", **held}
+    yield {"what": "lease", **lease}
     code = code_of(one["state"] for one in found) or (FOUND if progress >= 0 and not intact else FINE)
     state = _VERDICTS[code] if found or code else "there are no checkpoints"
     yield {"what": "verdict", "state": state, "intact": intact, "code": code}
@@ -87,11 +87,11 @@ def _behind(progress: int, newest: int) -> Row:
     return {"state": "reached"}
 
 
-def _other(root: Path, name: str, held: bool) -> Row | None:
+def _other(root: Path, name: str, is_leased: bool) -> Row | None:
     """Return the kind of a name that is no checkpoint; None if nothing need be reported."""
     if match := _HIDDEN.fullmatch(name):
         megabytes = round(_num_bytes(root / name) / 1e6, 1)
-        if held and match[1] == "tmp":
+        if is_leased and match[1] == "tmp":
             return {
                 "what": "leftover",
                 "name": name,

@@ -29,9 +29,9 @@ def say(line: str) -> None:
     sys.stdout.write(shown.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
 
-def say_json(told: Mapping[str, Any]) -> None:
+def say_json(fields: Mapping[str, Any]) -> None:
     """Write one object on one line."""
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(fields) + "\n")
 
 
 def state_of(error: CheckpointError) -> str:
@@ -75,11 +75,11 @@ def rows(store: Store, verify: bool) -> Iterator[Row]:
     A run may go on meanwhile: removed checkpoints are left out; if none is left, new ones are described as
     well.
     """
-    told: set[int] = set()
+    reported: set[int] = set()
     sound = False
-    while new := [step for step in store.steps() if step not in told] if not sound else []:
+    while new := [step for step in store.steps() if step not in reported] if not sound else []:
         for step in new:
-            told.add(step)
+            reported.add(step)
             one = row(store, step, verify)
             if one["state"] == "damaged" and not os.path.lexists(store.folder(step)):
                 continue

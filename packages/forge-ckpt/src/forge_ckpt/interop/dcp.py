@@ -112,13 +112,13 @@ class DcpTensors(Mapping[str, "Tensor"]):
         import torch
 
         described = self.tensors[name]
-        whole = torch.empty(described.size, dtype=getattr(torch, described.dtype))
+        tensor = torch.empty(described.size, dtype=getattr(torch, described.dtype))
         for chunk in described.chunks:
             here = tuple(slice(a, a + n) for a, n in zip(chunk.start, chunk.size, strict=True))
             values, path = chunk.values, self.folder / chunk.file
-            flat = torch.frombuffer(_read_values(path, values), dtype=whole.dtype)
-            whole[here] = flat.as_strided(values.size, values.stride, values.offset)
-        return whole
+            flat = torch.frombuffer(_read_values(path, values), dtype=tensor.dtype)
+            tensor[here] = flat.as_strided(values.size, values.stride, values.offset)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
@@ -131,8 +131,8 @@ class DcpTensors(Mapping[str, "Tensor"]):
         import torch
 
         return {
-            name: torch.empty(told.size, dtype=getattr(torch, told.dtype), device="meta")
-            for name, told in self.tensors.items()
+            name: torch.empty(entry.size, dtype=getattr(torch, entry.dtype), device="meta")
+            for name, entry in self.tensors.items()
         }
 
     def weights(self, prefix: str = "") -> tuple[dict[str, str], list[str]]:
@@ -164,10 +164,10 @@ def _read_apart(folder: Path) -> bytes:
     done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode == 0:
         return done.stdout
-    told = done.stderr.decode(errors="replace")[-2000:].strip()
+    message = done.stderr.decode(errors="replace")[-2000:].strip()
     if done.returncode == REFUSED:
-        raise UnsupportedError(f"{folder} is not read: {told}")
-    raise UnsupportedError(f"{folder} is not read: its reader ended with {done.returncode}: {told[-200:]}")
+        raise UnsupportedError(f"{folder} is not read: {message}")
+    raise UnsupportedError(f"{folder} is not read: its reader ended with {done.returncode}: {message[-200:]}")
 
 
 def _read_values(path: Path, values: Values) -> bytearray:

@@ -200,8 +200,8 @@ def located(file: BinaryIO, first: int, num_bytes: int) -> dict[str, Any]:
     if begin + values.file_size > num_bytes:
         raise Refused("the values of a tensor lie outside of its part of the file")
     offset, size, stride, dtype = rest
-    told = {"dtype": dtype, "offset": offset, "size": size, "stride": stride, "crc": values.CRC}
-    return told | {"first": first + begin, "bytes": values.file_size}
+    fields = {"dtype": dtype, "offset": offset, "size": size, "stride": stride, "crc": values.CRC}
+    return fields | {"first": first + begin, "bytes": values.file_size}
 
 
 def _rebuilt(made: Any) -> tuple[Any, int, tuple[int, ...], tuple[int, ...], str]:

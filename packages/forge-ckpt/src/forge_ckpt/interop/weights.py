@@ -67,11 +67,11 @@ class Weights(Mapping[str, Tensor]):
             if not path.exists():
                 raise CheckpointError(f"there is no {path}; expected a folder of safetensors")
             with _opened(path) as file:
-                there = {*file.keys()}
+                present = {*file.keys()}
             promised = (
-                there if weight_map is None else {key for key, own in weight_map.items() if own == name}
+                present if weight_map is None else {key for key, own in weight_map.items() if own == name}
             )
-            if missing := sorted(promised - there):
+            if missing := sorted(promised - present):
                 raise CheckpointError(f"{index} says that {path} holds {missing[0]}, and it does not")
             self._file_of |= dict.fromkeys(promised, path)
 
@@ -177,7 +177,7 @@ def write_weights(
             raise CheckpointError("a tensor is named __metadata__, which safetensors keeps for itself")
         if folder.exists():
             raise CheckpointError(f"{folder} exists already; choose another folder")
-        _tell_partial(folder.parent)
+        _report_partial(folder.parent)
         partial.mkdir(parents=True)
         _write_into(partial, tensors, tensors if like is None else like, shard_bytes)
         for name, text in {"config.json": json.dumps(dict(config), indent=2) + "\n", **files}.items():
@@ -191,12 +191,12 @@ def write_weights(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _tell_partial(folder: Path) -> None:
+def _report_partial(folder: Path) -> None:
     """Report the unfinished exports in a folder."""
-    told = "%s (%.1f MB) is part of an export: if none is under way, one was killed; remove it"
+    message = "%s (%.1f MB) is part of an export: if none is under way, one was killed; remove it"
     for left in sorted(folder.glob(f"{_PARTIAL}*")):
         with suppress(OSError):  # it may have come to its end just now
-            log.warning(told, left, sum(file.stat().st_size for file in left.iterdir()) / 1e6)
+            log.warning(message, left, sum(file.stat().st_size for file in left.iterdir()) / 1e6)
 
 
 class _Described(NamedTuple):
@@ -244,16 +244,16 @@ def _write_file(path: Path, shard: Mapping[str, _Described], tensors: Mapping[st
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     place = 0
-    for name, told in shard.items():
-        ends = [place, place := place + told.num_bytes]
-        header[name] = {"dtype": told.dtype, "shape": told.shape, "data_offsets": ends}
+    for name, entry in shard.items():
+        ends = [place, place := place + entry.num_bytes]
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": ends}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, told in shard.items():
+        for name, entry in shard.items():
             tensor = tensors[name].detach()
-            assert _described(name, tensor) == told, f"{name}: {_described(name, tensor)}, not {told}"
+            assert _described(name, tensor) == entry, f"{name}: {_described(name, tensor)}, not {entry}"
             file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
             del tensor  # before the next is read
         file.flush()

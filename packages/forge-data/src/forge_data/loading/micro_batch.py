@@ -85,20 +85,21 @@ def micro_batches(
     inputs = {"tokens": group.rows[..., :-1], "labels": labels, **group.extra}
     statistics = {"source": group.source, "targets": group.targets}
     packed = _packed(group, host) if pinned else None
-    together = set() if packed is None else {*packed[0].columns}
+    packed_names = set() if packed is None else {*packed[0].columns}
 
     def unbound(arrays: Mapping[str, np.ndarray]) -> dict[str, Sequence[Tensor]]:
-        return {n: _unbind(a, pinned and n not in together and n not in host) for n, a in arrays.items()}
+        return {n: _unbind(a, pinned and n not in packed_names and n not in host) for n, a in arrays.items()}
 
     several = unbound(inputs) | {
         name: _cut(x, pinned and name not in host) for name, x in group.ragged.items()
     }
-    told, found = unbound(statistics), []
+    reported, found = unbound(statistics), []
     for index in range(len(group.rows)):
         one = None if packed is None else packed[index]
         views = {} if one is None else one.views
         of_inputs, of_statistics = (
-            {name: views.get(name, tensors[index]) for name, tensors in of.items()} for of in (several, told)
+            {name: views.get(name, tensors[index]) for name, tensors in of.items()}
+            for of in (several, reported)
         )
         found.append(MicroBatch(of_inputs, of_statistics, sources, host, one))
     return found
@@ -118,8 +119,8 @@ def _packed(group: Group, host: frozenset[str]) -> list[Packed]:
             parts.append(array.reshape(*group.rows.shape[:2], -1))
             begin, width = width, width + parts[-1].shape[-1]
             columns[name] = (begin, width, array.shape[1:])
-    together = torch.from_numpy(np.concatenate(parts, -1)).pin_memory()
-    return [Packed.of(one, columns) for one in together.unbind()]
+    packed = torch.from_numpy(np.concatenate(parts, -1)).pin_memory()
+    return [Packed.of(one, columns) for one in packed.unbind()]
 
 
 def _unbind(array: np.ndarray, pinned: bool) -> Sequence[Tensor]:

@@ -85,8 +85,8 @@ def sample_lines(
         itertools.islice(read(config, of_run, numbers, rank, share, items), limit)
     ):
         within = place // share * sizes.unit + rank * share + place % share
-        held = np.flatnonzero((labels != IGNORE) | (tokens != 0))
-        tokens = tokens[: held[-1] + 1 if len(held) else 0]
+        positions = np.flatnonzero((labels != IGNORE) | (tokens != 0))
+        tokens = tokens[: positions[-1] + 1 if len(positions) else 0]
         targets = labels != IGNORE
         yield (
             f"-- step {step}, sequence {within} of {batch}: {where}, {len(tokens)} tokens, "
@@ -163,6 +163,6 @@ def marked(tokenizer: Tokenizer, tokens: np.ndarray, targets: np.ndarray | None 
     for start, stop in itertools.pairwise(cuts):
         # Some tokens are written otherwise at the beginning of a text, so that it is decoded up to each cut.
         after = spell(ids[:stop])
-        said = after[len(before) :] if after.startswith(before) else spell(ids[start:stop])
-        text, before = text + (f"{OPEN}{said}{CLOSE}" if targets[start] else said), after
+        piece = after[len(before) :] if after.startswith(before) else spell(ids[start:stop])
+        text, before = text + (f"{OPEN}{piece}{CLOSE}" if targets[start] else piece), after
     return text

@@ -99,7 +99,7 @@ class SideData:
             others = [n for n, p in self._packings.items() if name in (p.ragged if is_ragged else p.extra)]
             raise self._error(
                 number,
-                f"declares {name} as {_said(array)}, source {self._names[others[0]]} as {_said(first)}; "
+                f"declares {name} as {_text(array)}, source {self._names[others[0]]} as {_text(first)}; "
                 "expected the same dtype, shape and values",
             )
 
@@ -110,7 +110,7 @@ class SideData:
             raise self._error(number, f"reads {type(part).__name__}; expected forge_data's Sequences")
         shape = count, packing.max_tokens + 1
         if part.tokens.shape != shape or part.tokens.dtype.kind not in "iu":
-            raise self._error(number, f"gives tokens {_said(part.tokens)}; expected integers {list(shape)}")
+            raise self._error(number, f"gives tokens {_text(part.tokens)}; expected integers {list(shape)}")
         extra = packing.extra
         for given, declared in ((part.extra, extra), (part.ragged, packing.ragged)):
             if given.keys() != declared.keys():
@@ -121,7 +121,7 @@ class SideData:
         for name, array in part.extra.items():
             expected = extra[name]
             if array.dtype != expected.dtype or array.shape != (count, *expected.shape):
-                raise self._error(number, f"gives {name} {_said(array)}; expected {_said(expected, count)}")
+                raise self._error(number, f"gives {name} {_text(array)}; expected {_text(expected, count)}")
         for name, ragged in part.ragged.items():
             self._require_rows(number, count, name, ragged)
 
@@ -129,11 +129,11 @@ class SideData:
         """Check that rows are as declared, and as many as their counts."""
         (values, counts), expected = ragged, self._packings[number].ragged[name]
         if values.dtype != expected.dtype or values.shape[1:] != expected.shape[1:]:
-            raise self._error(number, f"gives {name} {_said(values)}; expected rows of {_said(expected)}")
+            raise self._error(number, f"gives {name} {_text(values)}; expected rows of {_text(expected)}")
         if counts.shape != (count,) or counts.dtype.kind not in "iu" or counts.min(initial=0) < 0:
             raise self._error(
                 number,
-                f"gives counts of {name} {_said(counts)}; expected integers from 0 on, one for each of "
+                f"gives counts of {name} {_text(counts)}; expected integers from 0 on, one for each of "
                 f"{count} sequences",
             )
         if int(counts.sum()) != len(values):
@@ -142,8 +142,10 @@ class SideData:
                 f"gives {len(values)} rows of {name}; expected {counts.sum()}, the sum of its counts",
             )
 
-    def _error(self, number: int, said: str) -> DataError:
-        return DataError(f"source {self._names[number]}: its {type(self._packings[number]).__name__} {said}")
+    def _error(self, number: int, problem: str) -> DataError:
+        return DataError(
+            f"source {self._names[number]}: its {type(self._packings[number]).__name__} {problem}"
+        )
 
 
 def _filled(count: int, default: np.ndarray, given: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
@@ -174,7 +176,7 @@ def _merged(count: int, empty: np.ndarray, given: list[tuple[np.ndarray, Ragged]
     return Ragged(values, counts)
 
 
-def _said(array: np.ndarray, *first: int) -> str:
+def _text(array: np.ndarray, *first: int) -> str:
     return f"{array.dtype} {[*first, *array.shape]}"
 
 

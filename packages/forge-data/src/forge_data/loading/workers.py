@@ -47,7 +47,7 @@ class Workers(Iterator[Group]):
         self.close = weakref.finalize(self, _end, self.processes)
         """Ends the processes, at the latest at the end of this one."""
         for number, process in enumerate(self.processes):
-            _tell(process, sys.path, (batches, number, count))
+            _send(process, sys.path, (batches, number, count))
         self._turns = itertools.cycle(self.processes)
 
     def require_alive(self) -> None:
@@ -91,7 +91,7 @@ def _start() -> Process:
     return process
 
 
-def _tell(process: Process, *orders: object) -> None:
+def _send(process: Process, *orders: object) -> None:
     """Send the orders; a dead worker is noticed when its first item is asked for."""
     pipe = cast(IO[bytes], process.stdin)
     with contextlib.suppress(BrokenPipeError), pipe:

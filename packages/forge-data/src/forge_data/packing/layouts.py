@@ -120,14 +120,14 @@ class _Room:
 
     def take(self, free: int, count: int) -> np.ndarray:
         """Remove and return at most `count` rows with this room, the last added first."""
-        parts, held = list[np.ndarray](), self._rows[free]
-        while held and count:
-            rows = held.pop()
+        parts, stack = list[np.ndarray](), self._rows[free]
+        while stack and count:
+            rows = stack.pop()
             if len(rows) > count:
-                held.append(rows[:-count])
+                stack.append(rows[:-count])
                 rows = rows[-count:]
             parts.append(rows)
             count -= len(rows)
-        if not held:
+        if not stack:
             self._which &= ~(1 << free)
         return np.concatenate(parts)

@@ -161,11 +161,11 @@ def _plan(store: TokenStore, lay: Lay, max_tokens: int, folder: Path) -> None:
     for number in range(windows):
         if _planned(partial, number) is None:
             _keep(lay(*_documents(store, number), max_tokens), partial / f"{number}.npz")
-    whole = partial / f"whole.{secrets.token_hex(4)}"
-    whole.mkdir()
-    _join([partial / f"{number}.npz" for number in range(windows)], store, max_tokens, whole)
+    joined = partial / f"whole.{secrets.token_hex(4)}"
+    joined.mkdir()
+    _join([partial / f"{number}.npz" for number in range(windows)], store, max_tokens, joined)
     try:
-        whole.rename(folder)
+        joined.rename(folder)
     except OSError:
         # Another process published the same plan first; ours is not needed.
         if not (folder / MANIFEST).exists():
@@ -200,8 +200,8 @@ def _window(path: Path) -> Layout:
         return Layout(found["starts"], found["lengths"], found["ends"])
 
 
-def _join(windows: list[Path], store: TokenStore, max_tokens: int, whole: Path) -> None:
-    files = {name: HashedFile(whole / f"{name}.bin") for name in FILES}
+def _join(windows: list[Path], store: TokenStore, max_tokens: int, joined: Path) -> None:
+    files = {name: HashedFile(joined / f"{name}.bin") for name in FILES}
     files["rows"].write(np.zeros(1, FILES["rows"]).tobytes())
     pieces = sequences = taken = long = split = 0
     for number, path in enumerate(windows):
@@ -227,6 +227,6 @@ def _join(windows: list[Path], store: TokenStore, max_tokens: int, whole: Path) 
     )
     parts = {name: file.finish() for name, file in files.items()}
     manifest = _Manifest(**parts, statistics=statistics)
-    with (whole / MANIFEST).open("wb") as file:
+    with (joined / MANIFEST).open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest)))
         sync_and_close(file)

@@ -95,13 +95,13 @@ class _Lane(Lane[Document]):
     def next(self, max_tokens: int) -> _Cut:
         """Return the next sequence; its last token is the first of the following one."""
         length = max_tokens + 1
-        held = sum(len(one.ids) for one in self._waiting) - self._skip
-        while held < length:
+        num_ids = sum(len(one.ids) for one in self._waiting) - self._skip
+        while num_ids < length:
             place, document = next(self._source)
             self._waiting.append(
                 _Document(place, *encoded(self._encoder, document, self._text.columns.masks))
             )
-            held += len(self._waiting[-1].ids)
+            num_ids += len(self._waiting[-1].ids)
         begin, stop = self._skip, self._skip + length
         ids = np.concatenate([one.ids for one in self._waiting])[begin:stop]
         targets = None

@@ -176,8 +176,8 @@ class TextSourceConfig(SourceConfig):
             DataError: there is no such text, or the cache cannot be written.
         """
         built, held, columns = tokenizer.build(), self.held(split), self.columns()
-        said = structs.asdict(structs.replace(self, weight=1.0, name=None, max_epochs=None))
-        kept = cache / "tokens" / f"{key(split, type(self), said, file_digest(built)):016x}.last"
+        settings = structs.asdict(structs.replace(self, weight=1.0, name=None, max_epochs=None))
+        kept = cache / "tokens" / f"{key(split, type(self), settings, file_digest(built)):016x}.last"
         try:
             root, files = self.root_and_files(split)
         except DataError as gone:

@@ -237,9 +237,9 @@ def _parquet_rows(task: Task, names: list[str]) -> Iterator[tuple[str, dict[str,
     yield from ((f"{task.start}.{index}", row) for index, row in enumerate(rows))
 
 
-def _require_columns(path: Path | HubFile, names: list[str], held: list[str]) -> None:
-    if missing := [name for name in names if name not in held]:
-        raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(held)}")
+def _require_columns(path: Path | HubFile, names: list[str], columns: list[str]) -> None:
+    if missing := [name for name in names if name not in columns]:
+        raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(columns)}")
 
 
 def _lines(task: Task) -> Iterator[tuple[int, bytes]]:

@@ -141,13 +141,13 @@ def patiently(file: Path | HubFile, read: Callable[[], T]) -> T:
                 raise
             now = time.monotonic()
             begin = begin or now
-            said = said_by(error)
+            message = said_by(error)
             if now + wait > begin + PATIENCE_S:
                 raise DataError(
-                    f"{file} could not be read for {PATIENCE_S:g} seconds: {said}; check the network; the "
+                    f"{file} could not be read for {PATIENCE_S:g} seconds: {message}; check the network; the "
                     "same command goes on from the last checkpoint"
                 ) from error
-            sys.stderr.write(f"{file} cannot be read: {said}; tried again in {wait:g} s\n")
+            sys.stderr.write(f"{file} cannot be read: {message}; tried again in {wait:g} s\n")
         time.sleep(wait)
         wait = min(2 * wait, LONGEST_WAIT_S)
 

@@ -59,11 +59,11 @@ def read_chunks(folder: Path, dtype: str | None = None) -> Iterator[Chunk]:
     """
     if not (folder / INDEX).is_file():
         kinds = Counter("".join(file.suffixes[-2:]) for file in folder.iterdir() if file.is_file())
-        there = ", ".join(f"{count} {kind or 'without an ending'}" for kind, count in kinds.most_common(5))
+        listed = ", ".join(f"{count} {kind or 'without an ending'}" for kind, count in kinds.most_common(5))
         raise DataError(
             f"{folder} has no {INDEX}, so it holds neither litData chunks nor MDS, and no metadata.yaml of "
             "tatm; it has files: "
-            f"{there or 'none'}. Name token files one by one, e.g. {folder}/*.npy; "
+            f"{listed or 'none'}. Name token files one by one, e.g. {folder}/*.npy; "
             "text is read by `forge-data tokenize`"
         )
     try:

@@ -21,10 +21,10 @@ class StorePart(TokenStore):
         end: the document after the last.
     """
 
-    def __init__(self, whole: TokenStore, first: int, end: int) -> None:
-        super().__init__(whole.folder)
+    def __init__(self, store: TokenStore, first: int, end: int) -> None:
+        super().__init__(store.folder)
         self._documents = slice(first, end)
-        ends = whole.doc_ends
+        ends = store.doc_ends
         self._start = int(ends[first - 1]) if first else 0
         named, manifest = f"{first}-{end}", self.manifest
         self.manifest = replace(

@@ -45,21 +45,21 @@ def read_tatm(
     Raises:
         DataError: it says too little, contradicts the user, or names files that are not there.
     """
-    told = _section(metadata)
-    stated = told.get("dtype", "uint16")
+    section = _section(metadata)
+    stated = section.get("dtype", "uint16")
     if stated not in ("uint16", "uint32"):
         raise DataError(f"{metadata}: {SECTION}.dtype = {stated!r}; expected uint16 or uint32")
     if dtype not in (None, stated):
         raise DataError(f"{metadata} says dtype {stated}; given --dtype {dtype}: leave it out")
-    size = told.get("vocab_size")
+    size = section.get("vocab_size")
     entries = getattr(tokenizer, "num_entries", tokenizer.vocab_size)
     if size is not None and str(size) != str(entries):
         raise DataError(
-            f"{metadata} says vocab_size {size} of tokenizer {told.get('tokenizer', '(unnamed)')}; given a "
-            f"tokenizer of {entries}: name --tokenizer {metadata.parent / 'tokenizer.json'}, "
+            f"{metadata} says vocab_size {size} of tokenizer {section.get('tokenizer', '(unnamed)')}; given "
+            f"a tokenizer of {entries}: name --tokenizer {metadata.parent / 'tokenizer.json'}, "
             "which tatm writes beside the tokens, or that of the tokens"
         )
-    for path in _files(metadata, told):
+    for path in _files(metadata, section):
         tokens = open_file(path, stated).tokens
         end = min(len(tokens), _filled(path, tokens) + (tokenizer.eos_id == 0))
         if end < len(tokens):
@@ -67,9 +67,9 @@ def read_tatm(
         yield Chunk(path, tokens[:end], None)
 
 
-def _files(metadata: Path, told: dict[str, Any]) -> list[Path]:
+def _files(metadata: Path, section: dict[str, Any]) -> list[Path]:
     """Return the token files. Only the last part of the recorded prefix counts: the folder may have moved."""
-    prefix, ending = Path(str(told.get("file_prefix") or "")).name, told.get("file_extension")
+    prefix, ending = Path(str(section.get("file_prefix") or "")).name, section.get("file_extension")
     for kind in (ending,) if ending else ("bin", "npy"):
         if files := sorted(metadata.parent.glob(f"{prefix}*.{kind}")):
             return files
@@ -93,14 +93,16 @@ def _filled(path: Path, tokens: np.ndarray) -> int:
 def _section(metadata: Path) -> dict[str, Any]:
     try:
         text = metadata.read_text(encoding="utf-8")
-        told = json.loads(text).get(SECTION) if metadata.suffix == ".json" else _yaml_section(metadata, text)
+        section = (
+            json.loads(text).get(SECTION) if metadata.suffix == ".json" else _yaml_section(metadata, text)
+        )
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(f"{metadata} cannot be read: {error}") from None
-    if not isinstance(told, dict):
+    if not isinstance(section, dict):
         raise DataError(
             f"{metadata} has no {SECTION}, so its files hold no tokens: `forge-data tokenize` reads text"
         )
-    return told
+    return section
 
 
 def _yaml_section(metadata: Path, text: str) -> dict[str, str] | None:

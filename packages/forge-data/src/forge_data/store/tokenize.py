@@ -121,12 +121,12 @@ class Making(NamedTuple):
         """Return `on_progress`, combined with lines on standard error now and then."""
         say = say_progress(what)
 
-        def told(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             say(done, total)
             if self.on_progress is not None:
                 self.on_progress(done, total)
 
-        return told
+        return report
 
 
 ALONE = Making()

@@ -230,8 +230,8 @@ def _read_manifest(folder: Path) -> Manifest:
             )
         manifest = msgspec.convert(raw, Manifest)
     except FileNotFoundError:
-        told = "tokens of other projects become one by `forge-data import`"
-        raise DataError(f"{folder} is no token store: it has no {MANIFEST}; {told}") from None
+        hint = "tokens of other projects become one by `forge-data import`"
+        raise DataError(f"{folder} is no token store: it has no {MANIFEST}; {hint}") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     for name, part, count, width in (

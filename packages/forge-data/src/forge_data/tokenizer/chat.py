@@ -96,9 +96,9 @@ def in_jinja(template: str, bos: str = "") -> str:
 
     before, _, after = template.partition("{content}")
     first = f"{{{{ {json.dumps(bos)} }}}}" if bos else ""
-    said = f"{turn(before, 'message.role')} ~ message.content ~ {turn(after, 'message.role')}"
+    turn_text = f"{turn(before, 'message.role')} ~ message.content ~ {turn(after, 'message.role')}"
     return (
-        f"{first}{{% for message in messages %}}{{{{ {said} }}}}{{% endfor %}}"
+        f"{first}{{% for message in messages %}}{{{{ {turn_text} }}}}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{{{{ {turn(before, json.dumps('assistant'))} }}}}{{% endif %}}"
     )
 
@@ -108,9 +108,9 @@ def _unmarked(text: str) -> tuple[str, Spans]:
     first, *others = text.split(START)
     plain, spans = first, list[tuple[int, int]]()
     for piece in others:
-        said, _, rest = piece.partition(STOP)
-        spans.append((len(plain), len(plain) + len(said)))
-        plain += said + rest
+        reply, _, rest = piece.partition(STOP)
+        spans.append((len(plain), len(plain) + len(reply)))
+        plain += reply + rest
     return plain, tuple(spans)
 
 

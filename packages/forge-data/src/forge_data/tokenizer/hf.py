@@ -149,9 +149,9 @@ class HfTokenizer:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """See `Tokenizer.stop_ids`: `eos`, `eos_token`, and the ids in `generation_config.json`."""
-        said = eos_ids(generation_beside(self.folder))
+        ids = eos_ids(generation_beside(self.folder))
         named = [self.named_ids[name] for name in ("eos_token",) if name in self.named_ids]
-        return tuple(dict.fromkeys([self.eos_id, *said, *named]))
+        return tuple(dict.fromkeys([self.eos_id, *ids, *named]))
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -200,13 +200,13 @@ class HfTokenizer:
     @cached_property
     def _of_text(self) -> tuple[Any, Any]:
         """Tokenizers without control tokens: one for the beginning of a text, one for later text."""
-        said = self._inner.to_str()
-        later = json.loads(said)
+        original = self._inner.to_str()
+        later = json.loads(original)
         split = later.get("pre_tokenizer") or {}
         for part in split.get("pretokenizers", [split]):
             if part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first":
                 part["prepend_scheme"] = "never"
-        both = [type(self._inner).from_str(text) for text in (said, json.dumps(later))]
+        both = [type(self._inner).from_str(text) for text in (original, json.dumps(later))]
         for inner in both:
             inner.encode_special_tokens = True
         return both[0], both[1]
@@ -234,8 +234,8 @@ class HfTokenizer:
 
         It counts normalized text: SentencePiece may have put a space before it.
         """
-        said = json.loads(self._inner.to_str())
-        decoder = said.get("decoder") or {}
+        description = json.loads(self._inner.to_str())
+        decoder = description.get("decoder") or {}
         kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
         if "ByteLevel" in kinds:
             length = len  # each letter stands for one byte
@@ -246,7 +246,7 @@ class HfTokenizer:
         found = np.zeros(self.vocab_size, dtype=np.int64)
         for token, index in self._inner.get_vocab(with_added_tokens=False).items():
             found[index] = length(token)
-        for added in said["added_tokens"]:
+        for added in description["added_tokens"]:
             found[added["id"]] = 0 if added["special"] else len(added["content"].encode())
         found[self.eos_id] = 0
         return found
@@ -270,8 +270,8 @@ def generation_beside(folder: Path) -> dict[str, Any]:
 
 def eos_ids(generation: Mapping[str, Any]) -> list[int]:
     """Return the ids that end a text, from a `generation_config.json`, which may hold one or several."""
-    said = generation.get("eos_token_id")
-    return said if isinstance(said, list) else [] if said is None else [said]
+    ids = generation.get("eos_token_id")
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _content(raw: bytes) -> bytes:
