@@ -37,7 +37,7 @@ def tensor_roles(model: nn.Module, attribute: str = "tensor_roles") -> dict[str,
     """
     roles: dict[str, str | None] = {}
     for prefix, module in model.named_modules():
-        for name, role in _said(module, attribute, {}).items():
+        for name, role in _declared(module, attribute, {}).items():
             if _is_there(module, name, prefix, attribute):
                 roles.setdefault(joined(prefix, name), role)
     return {name: role for name, role in roles.items() if role is not None}
@@ -52,7 +52,7 @@ def output_units(model: nn.Module) -> dict[str, list[int]]:
     return {
         joined(prefix, name): units
         for prefix, module in model.named_modules()
-        for name, units in _said(module, "output_units", {}).items()
+        for name, units in _declared(module, "output_units", {}).items()
         if _is_there(module, name, prefix, "output_units")
     }
 
@@ -69,19 +69,19 @@ def residual_writers(model: nn.Module, blocks: Mapping[str, nn.Module]) -> set[s
     Raises:
         ModelError: no module declares it for a matrix, or a module names a weight that it does not have.
     """
-    said = {
+    declared = {
         prefix: names
         for prefix, module in model.named_modules()
-        if (names := _said(module, "residual_writers", None)) is not None
+        if (names := _declared(module, "residual_writers", None)) is not None
     }
     writers = {
         joined(prefix, name)
-        for prefix, names in said.items()
+        for prefix, names in declared.items()
         for name in names
         if _is_there(model.get_submodule(prefix), name, prefix, "residual_writers")
     }
     for name, block in blocks.items():
-        if left := [leaf for leaf in _matrices(block) if not _is_covered(name, leaf, said, block)]:
+        if left := [leaf for leaf in _matrices(block) if not _is_covered(name, leaf, declared, block)]:
             raise ModelError(
                 f"nothing says whether {', '.join(f'{name}.{leaf}' for leaf in left)} write into the "
                 "residual stream, and so start smaller; give the module that has them an attribute "
@@ -94,13 +94,15 @@ def _matrices(block: nn.Module) -> list[str]:
     return [name for name, parameter in block.named_parameters() if parameter.ndim > 1]
 
 
-def _is_covered(prefix: str, leaf: str, said: Mapping[str, Iterable[str]], block: nn.Module) -> bool:
+def _is_covered(prefix: str, leaf: str, declared: Mapping[str, Iterable[str]], block: nn.Module) -> bool:
     """Whether the declaration of a module within the block covers a parameter."""
     inner = leaf.split(".")[:-1]
-    if any(joined(prefix, ".".join(inner[:end])) in said for end in range(1, len(inner) + 1)):
+    if any(joined(prefix, ".".join(inner[:end])) in declared for end in range(1, len(inner) + 1)):
         return True
     layers = {name for name, child in block.named_children() if not list(child.children())}
-    return prefix in said and (leaf in said[prefix] or not inner or (len(inner) == 1 and inner[0] in layers))
+    return prefix in declared and (
+        leaf in declared[prefix] or not inner or (len(inner) == 1 and inner[0] in layers)
+    )
 
 
 def initial_values(model: nn.Module) -> dict[str, Init | Tensor]:
@@ -112,7 +114,7 @@ def initial_values(model: nn.Module) -> dict[str, Init | Tensor]:
     return {
         joined(prefix, name): value
         for prefix, module in model.named_modules()
-        for name, value in _said(module, "initial", {}).items()
+        for name, value in _declared(module, "initial", {}).items()
         if _is_there(module, name, prefix, "initial")
     }
 
@@ -153,7 +155,7 @@ def joined(prefix: str, name: str) -> str:
     return ".".join(part for part in (prefix, name) if part)
 
 
-def _said(module: nn.Module, attribute: str, default: Any) -> Any:
+def _declared(module: nn.Module, attribute: str, default: Any) -> Any:
     return getattr(module, attribute, default)
 
 

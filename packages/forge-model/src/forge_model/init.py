@@ -70,8 +70,8 @@ def initialize(model: nn.Module, seed: int, shard: Callable[[Tensor], Shard] = f
             '`initial` of the module that has it: {"gate": Init("constant", 0.5), "table": torch.arange(8)}'
         )
     for name, parameter in model.named_parameters():
-        held = shard(parameter)
-        _fill(held.values, held.offsets, tuple(parameter.shape), rules[name], f"{seed}/{name}")
+        local_shard = shard(parameter)
+        _fill(local_shard.values, local_shard.offsets, tuple(parameter.shape), rules[name], f"{seed}/{name}")
     for name, buffer in model.named_buffers():
         _fill(buffer, (0,) * buffer.ndim, tuple(buffer.shape), rules[name], f"{seed}/{name}")
 

@@ -30,17 +30,17 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
     roles: dict[str, Role] = {}
     unknown: list[str] = []
     for prefix, module in model.named_modules():
-        said = _roles_of(module)
+        declared = _roles_of(module)
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{leaf}" if prefix else leaf
             if first_names[parameter] != name:
                 continue
-            if leaf in said:
-                if said[leaf] not in get_args(Role):
+            if leaf in declared:
+                if declared[leaf] not in get_args(Role):
                     raise ModelError(
-                        f"{name} has the role {said[leaf]!r}; expected one of {', '.join(get_args(Role))}"
+                        f"{name} has the role {declared[leaf]!r}; expected one of {', '.join(get_args(Role))}"
                     )
-                roles[name] = said[leaf]
+                roles[name] = declared[leaf]
             else:
                 unknown.append(name)
     if unknown:
@@ -52,7 +52,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
 
 
 def _roles_of(module: nn.Module) -> dict[str, Role]:
-    said = getattr(module, "roles", None)
-    if isinstance(said, dict):
-        return said
+    declared = getattr(module, "roles", None)
+    if isinstance(declared, dict):
+        return declared
     return next((roles for kind, roles in OF_TYPE.items() if isinstance(module, kind)), {})

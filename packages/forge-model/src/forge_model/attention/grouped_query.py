@@ -74,8 +74,8 @@ class Attention(nn.Module):
         """Rotate the first `rope_dim` numbers of each head of queries or keys [B, N, T, H] by position."""
         if rope is None:
             return x
-        whole = self.rope_dim == self.head_dim  # a split would copy gradients of nothing
-        part, rest = (x, None) if whole else x.split([self.rope_dim, self.head_dim - self.rope_dim], -1)
+        rotates_all = self.rope_dim == self.head_dim  # a split would copy gradients of nothing
+        part, rest = (x, None) if rotates_all else x.split([self.rope_dim, self.head_dim - self.rope_dim], -1)
         part = rotate(pairs_to_halves(part) if self.rope_pairs else part, *rope)
         return part if rest is None else torch.cat([part, rest], -1)
 

@@ -136,12 +136,12 @@ class Decoder(Model):
     def _tables(self, mask: Mask, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype) -> PassTables:
         return PassTables(mask, self._rope_tables, tokens, positions, dtype, self.config.dim)
 
-    def _sides(self, given: Mapping[str, Tensor], cache: Cache | None) -> Mapping[str, Tensor]:
+    def _sides(self, inputs: Mapping[str, Tensor], cache: Cache | None) -> Mapping[str, Tensor]:
         """Return the side inputs of a pass: the given ones and, after the first pass, the cached ones."""
         if cache is not None and cache.length:
-            given = {**cache.side, **given}
+            inputs = {**cache.side, **inputs}
         known_names = {*self.config.norm.needs, *(name for needs in self._needs.values() for name in needs)}
-        if unknown := given.keys() - known_names:
+        if unknown := inputs.keys() - known_names:
             known = ", ".join(sorted(known_names)) or "none"
             raise ModelError(
                 f"given {', '.join(sorted(unknown))}, which nothing in this model needs; its blocks need "
@@ -149,11 +149,11 @@ class Decoder(Model):
             )
         needed = {name for layer in self.layers for name in self._needs[layer]}
         needed |= set(self.config.norm.needs) if self.norm is not None else set()
-        if missing := needed - given.keys():
+        if missing := needed - inputs.keys():
             raise ModelError(
                 f"this model needs {', '.join(sorted(missing))} beside its tokens; give it by name"
             )
-        return given
+        return inputs
 
     def _contexts(self, tables: PassTables, cache: Cache | None, side: Mapping[str, Tensor]) -> list[Context]:
         """The context of each block of this part."""

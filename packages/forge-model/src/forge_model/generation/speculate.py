@@ -70,8 +70,8 @@ class Speculation:
     def grow(self, most: int, done: list[bool]) -> Tensor:
         """Return [B, n] further tokens, n from 1 to `most`; tokens of finished rows mean nothing."""
         drafts = self._drafter.propose(self.known, self._hidden)[:, : most - 1]
-        given = torch.cat([self.known[:, -1:], drafts], 1)
-        hidden = self._model.hidden_states(given, self._cache)
+        tokens = torch.cat([self.known[:, -1:], drafts], 1)
+        hidden = self._model.hidden_states(tokens, self._cache)
         chosen = self._model.head(hidden).argmax(-1)
         agreed = (chosen[:, :-1] == drafts).cumprod(1).sum(1).tolist()
         accepted = min(count for count, over in zip(agreed, done, strict=True) if not over)

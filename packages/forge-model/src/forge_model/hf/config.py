@@ -122,13 +122,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
             return family.read(full)
     except ValueError as error:
         problems = [str(error)]
-    told = f"this config.json of a {family.model_type} cannot be read: {'; '.join(problems)}"
-    raise ModelError(told + _other_names(told, given, family))
+    message = f"this config.json of a {family.model_type} cannot be read: {'; '.join(problems)}"
+    raise ModelError(message + _other_names(message, given, family))
 
 
-def _other_names(told: str, given: Mapping[str, Any], family: Family) -> str:
+def _other_names(message: str, given: Mapping[str, Any], family: Family) -> str:
     """Return the names that the file uses for the keys of `[model]` in an error message."""
-    words, known = {*re.findall(r"\w+", told)}, family.keys | family.old_keys
+    words, known = {*re.findall(r"\w+", message)}, family.keys | family.old_keys
     others = [(name, one) for name, keys in NAMES.items() for one in keys if one in known]
     others += [(name, alias) for alias, name in family.aliases.items() if alias in given]
     names = [f"{name} is {other}" for name, other in others if name in words and other not in words]
@@ -137,12 +137,12 @@ def _other_names(told: str, given: Mapping[str, Any], family: Family) -> str:
 
 def _unaliased(hf: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
     """Return the keys by their canonical names, and the keys that contradict each other."""
-    given = {name: value for name, value in hf.items() if name not in family.aliases}
+    canonical = {name: value for name, value in hf.items() if name not in family.aliases}
     problems = []
     for alias, name in family.aliases.items():
-        if alias in hf and given.setdefault(name, hf[alias]) != hf[alias]:
-            problems.append(f"{alias} = {hf[alias]!r} and {name} = {given[name]!r} mean the same")
-    return given, problems
+        if alias in hf and canonical.setdefault(name, hf[alias]) != hf[alias]:
+            problems.append(f"{alias} = {hf[alias]!r} and {name} = {canonical[name]!r} mean the same")
+    return canonical, problems
 
 
 def _problems(hf: Mapping[str, Any], family: Family) -> Iterator[str]:

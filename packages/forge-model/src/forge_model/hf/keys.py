@@ -54,18 +54,18 @@ class Keys:
         self.kind, self.keys, self.fixed = kind, read, fixed
         self._harmless = HARMLESS | GENERATION | {*harmless}
 
-    def full(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def full(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys that are read, with defaults for absent ones.
 
         Raises:
             ModelError: keys are unknown, or have values that cannot be read; lists them all.
         """
-        if problems := list(self._problems(given)):
+        if problems := list(self._problems(config)):
             raise ModelError(f"this config.json of a {self.kind} cannot be read: {'; '.join(problems)}")
-        return {name: given.get(name, key.default) for name, key in self.keys.items()}
+        return {name: config.get(name, key.default) for name, key in self.keys.items()}
 
-    def _problems(self, given: Mapping[str, Any]) -> Iterator[str]:
-        for name, value in given.items():
+    def _problems(self, config: Mapping[str, Any]) -> Iterator[str]:
+        for name, value in config.items():
             if (key := self.keys.get(name)) is not None:
                 if not key.accepts(value):
                     yield f"{name} = {value!r}, expected {key.kind.__name__}"

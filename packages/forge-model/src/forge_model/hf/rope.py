@@ -58,8 +58,8 @@ def _parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _kind(given: Mapping[str, Any]) -> Any:
-    return given.get("rope_type", given.get("type", "default"))
+def _kind(parameters: Mapping[str, Any]) -> Any:
+    return parameters.get("rope_type", parameters.get("type", "default"))
 
 
 def rotary_dim(hf: Mapping[str, Any], width: int) -> int | None:
@@ -94,21 +94,21 @@ def rope_problems(
         if not isinstance(hf.get(name) or {}, dict):
             yield f"{name} = {hf[name]!r}, expected a table"
             return
-    given = _parameters(hf)
-    kind = _kind(given)
+    parameters = _parameters(hf)
+    kind = _kind(parameters)
     if kind not in kinds:
         yield f"rope_type = {kind!r}, only {', '.join(kinds)} can be read of this family"
         return
-    part = given["partial_rotary_factor"]
+    part = parameters["partial_rotary_factor"]
     if partial and _is_number(part) and not 0 < (1 if part is None else part) <= 1:
         yield f"partial_rotary_factor = {part!r}, expected a number above 0, at most 1"
     elif not partial and part not in (None, 1):
-        yield f"partial_rotary_factor = {given['partial_rotary_factor']!r}, only 1 can be read"
-    missing = sorted(NEEDED[kind] - given.keys())
+        yield f"partial_rotary_factor = {parameters['partial_rotary_factor']!r}, only 1 can be read"
+    missing = sorted(NEEDED[kind] - parameters.keys())
     if missing:
         yield f"a {kind} rope without {', '.join(missing)}"
     known = EVERY_KIND | NEEDED[kind] | OPTIONAL.get(kind, set())
-    for name, value in given.items():
+    for name, value in parameters.items():
         if name not in known and value is not None:
             yield f"{name} = {value!r} is not known of a {kind} rope"
         elif name in known and (expected := _mismatch(name, value)):
@@ -135,25 +135,27 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
     Raises:
         ValueError: a number is outside of its bounds.
     """
-    given = _parameters(hf)
-    kind = _kind(given)
-    values = {"theta": given["rope_theta"]}
-    values |= {f"{name}s" if name in LISTS else name: given[name] for name in NEEDED[kind]}
+    parameters = _parameters(hf)
+    kind = _kind(parameters)
+    values = {"theta": parameters["rope_theta"]}
+    values |= {f"{name}s" if name in LISTS else name: parameters[name] for name in NEEDED[kind]}
     longest = hf["max_position_embeddings"]
-    original = hf.get(ORIGINAL) or given.get(ORIGINAL) or longest
+    original = hf.get(ORIGINAL) or parameters.get(ORIGINAL) or longest
     if kind == "llama3":
         values["original_max_tokens"] = original
     if kind == "yarn":
-        values["factor"] = factor = longest / original if given["factor"] is None else given["factor"]
+        values["factor"] = factor = (
+            longest / original if parameters["factor"] is None else parameters["factor"]
+        )
         values |= {
-            "beta_fast": given.get("beta_fast") or 32.0,
-            "beta_slow": given.get("beta_slow") or 1.0,
+            "beta_fast": parameters.get("beta_fast") or 32.0,
+            "beta_slow": parameters.get("beta_slow") or 1.0,
             "original_max_tokens": original,
-            "truncate": given.get("truncate", True),
-            "scale": _yarn_scale(given, factor),
+            "truncate": parameters.get("truncate", True),
+            "scale": _yarn_scale(parameters, factor),
         }
     if kind == "longrope":
-        factor, scale = given.get("factor"), given.get("attention_factor")
+        factor, scale = parameters.get("factor"), parameters.get("attention_factor")
         factor = max(1.0, longest / original if factor is None else factor)
         values |= {"factor": factor, "original_max_tokens": original, "scale": scale}
     try:
@@ -165,11 +167,11 @@ def rope_from_hf(hf: Mapping[str, Any]) -> RopeConfig:
         raise ValueError(f"the {kind} rope: {named}") from None
 
 
-def _yarn_scale(given: Mapping[str, Any], factor: float) -> float | None:
+def _yarn_scale(parameters: Mapping[str, Any], factor: float) -> float | None:
     """Return the factor on cosines and sines; None if it is the published function of `factor`."""
-    if given.get("attention_factor") is not None:
-        return given["attention_factor"]
-    above, below = given.get("mscale"), given.get("mscale_all_dim")
+    if parameters.get("attention_factor") is not None:
+        return parameters["attention_factor"]
+    above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if not (above and below):
         return None
     return 1.0 if factor <= 1 else (0.1 * above * log(factor) + 1) / (0.1 * below * log(factor) + 1)

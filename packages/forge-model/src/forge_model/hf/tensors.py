@@ -25,13 +25,13 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def require_names(there: Iterable[str], wanted: Iterable[str], what: str) -> None:
+def require_names(names: Iterable[str], wanted: Iterable[str], what: str) -> None:
     """Refuse missing and unexpected tensors.
 
     Raises:
         ModelError: a tensor is missing or unexpected; lists them all.
     """
-    missing, left = sorted({*wanted} - {*there}), sorted({*there} - {*wanted})
+    missing, left = sorted({*wanted} - {*names}), sorted({*names} - {*wanted})
     if missing or left:
         raise ModelError(f"not {what}: missing {missing or 'nothing'}, left over {left or 'nothing'}")
 
@@ -74,18 +74,18 @@ class Read:
         """Pack several of our parameters into one Hugging Face tensor."""
         import torch
 
-        whole = torch.empty(0)
+        stacked = torch.empty(0)
         for name, place in parts.items():
             part, axis = self(name), _rows_of(name)
             if not place.part:
                 shape = list(part.shape)
                 shape[axis] = sum(spread.rows[other] for other in parts)
                 shape = [*shape[:-2], shape[-1], shape[-2]] if place.transposed and axis == -2 else shape
-                whole = part.new_empty(shape)
-            slot = spread.slot(whole, name, place)
+                stacked = part.new_empty(shape)
+            slot = spread.slot(stacked, name, place)
             slot.copy_(part.unflatten(axis, slot.shape[axis - 1 : slot.ndim + axis + 1]))
             del part, slot  # before the next one is read
-        return whole
+        return stacked
 
 
 def _rows_of(name: str) -> int:
@@ -117,14 +117,14 @@ class Spread(NamedTuple):
             ends[key] = starts[name] + rows[name]
         return cls(rows, getattr(config.layer(0).attention, "num_heads", 1), starts)
 
-    def slot(self, whole: Tensor, name: str, place: Packed) -> Tensor:
+    def slot(self, stacked: Tensor, name: str, place: Packed) -> Tensor:
         """Return the view of one parameter, [..., blocks, rows of a block(, I)]."""
         axis, rows = _rows_of(name), self.rows[name]
-        whole = whole.mT if place.transposed and axis == -2 else whole
+        stacked = stacked.mT if place.transposed and axis == -2 else stacked
         if place.turns == "all":
-            return whole.narrow(axis, self.starts[name], rows).unflatten(axis, (1, rows))
+            return stacked.narrow(axis, self.starts[name], rows).unflatten(axis, (1, rows))
         block = 1 if place.turns == "row" else rows // self.heads
-        return whole.unflatten(axis, (-1, place.parts, block)).select(axis - 1, place.part)
+        return stacked.unflatten(axis, (-1, place.parts, block)).select(axis - 1, place.part)
 
 
 def to_hf(tensors: Mapping[str, Any], config: DecoderConfig) -> Mapping[str, Any]:
@@ -257,10 +257,10 @@ def from_hf(tensors: Mapping[str, V], config: DecoderConfig) -> Mapping[str, V]:
     """
     ours, problems = _on_meta(config), dict[str, int]()
     for family, _ in families_of(config):
-        names, there = Names(family, config, ours), _based(tensors, family)
-        missing, left = names.missing(there), names.left(there)
+        names, present = Names(family, config, ours), _based(tensors, family)
+        missing, left = names.missing(present), names.left(present)
         if not missing and not left:
-            return names.renamed(there)
+            return names.renamed(present)
         problems[names.problem(missing, left)] = len(missing) + len(left)
     raise ModelError(min(problems, key=lambda problem: problems[problem]))
 
@@ -292,24 +292,24 @@ class Names:
         self._wanted = {*self._keys.values()} - self._experts.keys()
         self._wanted |= {key.format(i) for key, number in self._experts.items() for i in range(number)}
 
-    def missing(self, there: Iterable[str]) -> list[str]:
+    def missing(self, present: Iterable[str]) -> list[str]:
         """Return the Hugging Face names that are expected and absent."""
-        return sorted(self._wanted - {*there})
+        return sorted(self._wanted - {*present})
 
-    def left(self, there: Iterable[str]) -> list[str]:
+    def left(self, present: Iterable[str]) -> list[str]:
         """Return names that are present, unexpected, and not known to be redundant."""
         head = f"{self._family.outer_keys['head']}.weight" if self._config.tie_embeddings else None
         ahead = bool(self._family.mtp_keys)
         return sorted(
             key
-            for key in {*there} - self._wanted - self._family.empty(self._config).keys()
+            for key in {*present} - self._wanted - self._family.empty(self._config).keys()
             if key != head and not (ahead and _is_not_ours(key, self._config))
             if not re.search(self._family.unused, key)
         )
 
     def problem(self, missing: list[str], left: list[str]) -> str:
         """Return the message about missing and unexpected tensors."""
-        told = (
+        message = (
             f"not a checkpoint of this model: missing {missing or 'nothing'}, left over {left or 'nothing'}"
         )
         first = f"{self._family.layers}.{self._config.num_layers}."
@@ -318,12 +318,12 @@ class Names:
             and self._config.mtp.num_modules
             and all(_layer(key) >= self._config.num_layers for key in missing)
         ):
-            told += (
+            message += (
                 f"; these are its modules for multi-token prediction ({first}...), which `transformers` "
                 "counts in config.json (num_nextn_predict_layers) and does not save: set "
                 "model.mtp.num_modules = 0"
             )
-        return told
+        return message
 
     def renamed(self, tensors: Mapping[str, V]) -> Mapping[str, V]:
         """Return Hugging Face tensors by our names."""

@@ -61,15 +61,15 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
 
-        def parameter(*shape: int, there: bool = True) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(num_experts, *shape)) if there else None
+        def parameter(*shape: int, exists: bool = True) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(num_experts, *shape)) if exists else None
 
-        self.w_gate = parameter(hidden, dim, there=gated)
+        self.w_gate = parameter(hidden, dim, exists=gated)
         self.w_up = parameter(hidden, dim)
         self.w_down = parameter(dim, hidden)
-        self.b_gate = parameter(hidden, there=gated and bias)
-        self.b_up = parameter(hidden, there=bias)
-        self.b_down = parameter(dim, there=bias)
+        self.b_gate = parameter(hidden, exists=gated and bias)
+        self.b_up = parameter(hidden, exists=bias)
+        self.b_down = parameter(dim, exists=bias)
         self.activation, self.clamp = ACTIVATIONS[activation], clamp
         self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear
         self._fused = gated and activation == "silu" and not bias and clamp is None

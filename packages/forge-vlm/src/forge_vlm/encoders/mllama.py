@@ -81,8 +81,8 @@ class MllamaTower(Tower):
         real, added = x.shape[2], -x.shape[2] % 8
         counts = [rows * columns for rows, columns in shapes]
         tile, patch = (torch.arange(size, device=x.device) for size in (config.max_tiles, real + added))
-        there = torch.stack([(tile < count)[:, None] & (patch < real) for count in counts]).flatten(1)
-        mask = (there[:, :, None] | there[:, None])[:, None]
+        is_real = torch.stack([(tile < count)[:, None] & (patch < real) for count in counts]).flatten(1)
+        mask = (is_real[:, :, None] | is_real[:, None])[:, None]
         x = self._blocks(F.pad(x, (0, 0, 0, added)), mask, numbers)[:, :, :real]
         return torch.cat([one[:count].flatten(0, 1) for one, count in zip(x, counts, strict=True)])
 

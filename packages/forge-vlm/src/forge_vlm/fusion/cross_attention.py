@@ -54,9 +54,9 @@ class Beside(nn.Module):
         place = torch.arange(self.room, device=x.device)
         before = counts.cumsum(0) - counts
         taken = features[(before[:, None] + place).clamp(max=len(features) - 1)]
-        there = (place < counts[:, None])[..., None]
+        is_real = (place < counts[:, None])[..., None]
         x = x if self.place is None else self.place(x, index)
-        return {"hidden": x, "image_features": torch.where(there, taken, 0).to(x.dtype)}
+        return {"hidden": x, "image_features": torch.where(is_real, taken, 0).to(x.dtype)}
 
 
 class Sight(NamedTuple):

@@ -86,8 +86,8 @@ class ModalityBlock(nn.Module):
         super().__init__()
         before, after = config.norm_order != "reordered", config.norm_order != "pre"
 
-        def norm(there: bool) -> nn.Module | None:
-            return ByModality(partial(config.norm.build, dim)) if there else None
+        def norm(exists: bool) -> nn.Module | None:
+            return ByModality(partial(config.norm.build, dim)) if exists else None
 
         assert isinstance(config.attention, GroupedQueryConfig)
         self.attention_norm, self.attention_post_norm = norm(before), norm(after)

@@ -200,13 +200,13 @@ class ModalityExperts(nn.Module):
         counts, rest = sums[: self.num_experts], sums[self.num_experts :]
         total = dict(zip(STATISTICS, rest[: len(STATISTICS)].unbind(), strict=True))
         tokens = total.pop("tokens").clamp(min=1)
-        told = {"experts_of_a_token": counts.sum() / tokens, "unserved": total["unserved"] / tokens}
+        metrics = {"experts_of_a_token": counts.sum() / tokens, "unserved": total["unserved"] / tokens}
         if self.threshold is None:
-            return told | {name: total[name] / tokens for name in ("aux_loss", "aux_right")}
+            return metrics | {name: total[name] / tokens for name in ("aux_loss", "aux_right")}
         means = F.pad(rest[len(STATISTICS) :] / tokens, (0, 1), value=1.0).to(self.threshold.dtype)
         moved = self.threshold.lerp(means, 1 - self.options.threshold_decay)
         self.threshold.copy_(torch.where(rest[0] > 0, moved, self.threshold))
-        return told
+        return metrics
 
 
 TINY = 1e-20

@@ -55,8 +55,8 @@ def _orientation(image: Any) -> int:
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     try:
-        said = image.getexif().get(ORIENTATION)
-        return said if said in range(1, 9) else 1
+        orientation = image.getexif().get(ORIENTATION)
+        return orientation if orientation in range(1, 9) else 1
     except DAMAGE as error:
         raise ValueError(f"a damaged image: {error}") from None
 

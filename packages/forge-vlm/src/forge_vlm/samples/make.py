@@ -52,9 +52,11 @@ class Preparation(NamedTuple):
     def named(self, tokenizer: Tokenizer) -> tuple[Any, ...]:
         """Return the settings that decide about the samples, except the split and the image reader."""
         layout = self.layout
-        told = sorted(getattr(self.rows, "keywords", {}).items())  # of a `partial`: other options, other rows
+        options = sorted(
+            getattr(self.rows, "keywords", {}).items()
+        )  # of a `partial`: other options, other rows
         where = layout.images, layout.texts, layout.mark, str(layout.root)
-        return named(layout.columns, tokenizer), *where, self.decode, self.skip, *told
+        return named(layout.columns, tokenizer), *where, self.decode, self.skip, *options
 
 
 class _Made(NamedTuple):
@@ -157,8 +159,8 @@ def sample_of(
     except Unreadable as error:
         raise DataError(f"{name}: {error}") from None
     except ValueError as error:  # an error of data is one
-        said = f"{name}: {error}"
-        raise Damaged(said) if how.skip else DataError(said) from None
+        message = f"{name}: {error}"
+        raise Damaged(message) if how.skip else DataError(message) from None
     try:
         return prepared(name, row, images, sizes, how, tokenizer)
     except DataError as error:

@@ -99,8 +99,8 @@ class RowLayout(NamedTuple):
                 del messages[first + 1 : first + 2]
             return row | {columns.field: messages}
         first = columns.prompt if isinstance(columns, PromptColumns) else columns.names[0]
-        said = [row.get(name) for name in columns.names]
-        if count and isinstance(row.get(first), str) and not any(self.mark in str(text) for text in said):
+        texts = [row.get(name) for name in columns.names]
+        if count and isinstance(row.get(first), str) and not any(self.mark in str(text) for text in texts):
             return row | {first: self.mark * count + row[first]}
         return row
 

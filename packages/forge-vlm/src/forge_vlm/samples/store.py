@@ -118,8 +118,8 @@ class SampleWriter:
         self._tokens, self.images = self._tokens + len(tokens), self.images + len(items)
         self._names += len(name)
         ends = np.array([(self._tokens, self.images, self._names)], dtype=SAMPLE)
-        said = [items[one].astype("<u8") for one in ("length", "hash", "frames", "height", "width")]
-        for part in (tokens, sample.targets, np.array([self._tokens, self.images]), *said):
+        fields = [items[one].astype("<u8") for one in ("length", "hash", "frames", "height", "width")]
+        for part in (tokens, sample.targets, np.array([self._tokens, self.images]), *fields):
             self._content.update(part.tobytes())
         arrays = {"tokens": tokens, "targets": sample.targets, "samples": ends, "items": items}
         for kind, array in arrays.items():
@@ -189,10 +189,10 @@ class SampleStore:
         """See `Samples.sample`."""
         first = self._samples[number - 1] if number else np.zeros(1, SAMPLE)[0]
         (tokens, items, name), last = first.tolist(), self._samples[number]
-        said = self._names[name : last["name"]].tobytes().decode()
-        found = [self._item(item, said) for item in self._items[items : last["items"]]]
+        sample_name = self._names[name : last["name"]].tobytes().decode()
+        found = [self._item(item, sample_name) for item in self._items[items : last["items"]]]
         ids = self._tokens[tokens : last["tokens"]].astype(np.int64)
-        return Sample(ids, np.array(self._targets[tokens : last["tokens"]]), found, said)
+        return Sample(ids, np.array(self._targets[tokens : last["tokens"]]), found, sample_name)
 
     def _item(self, item: np.void, sample: str) -> tuple[bytes, Size]:
         path = self._folder / "images.bin"

@@ -57,8 +57,8 @@ class StreamedSamples(Streamed):
 
     def digest(self, how: Preparation, tokenizer: Tokenizer, named: str) -> str:
         """Return the digest of the files read and of their preparation with the tokenizer `named`."""
-        said = how.named(tokenizer), how.reader.digest, named, *self.key_of_parts()
-        return f"{key(self.version, *said):016x}"
+        parts = how.named(tokenizer), how.reader.digest, named, *self.key_of_parts()
+        return f"{key(self.version, *parts):016x}"
 
 
 class SampleStream(Stream):

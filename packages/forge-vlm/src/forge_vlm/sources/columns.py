@@ -92,8 +92,10 @@ class ImageTextConfig(HfConfig):
         tokenizer = opening.tokenizer.build()
         how = self.preparation(opening.tokenizer, reader, self.held(opening.split))
         root, files = self.root_and_files(opening.split)
-        said = *how.named(tokenizer), how.held, self.split
-        made_of = key(VERSION, reader.digest, file_digest(tokenizer), said, str(root), key_of(files, root))
+        settings = *how.named(tokenizer), how.held, self.split
+        made_of = key(
+            VERSION, reader.digest, file_digest(tokenizer), settings, str(root), key_of(files, root)
+        )
         folder = opening.cache / "samples" / f"{made_of:016x}"
         what = f"the images of {self.name or self.path}"
         if not folder.exists():

@@ -40,8 +40,8 @@ class CocoKarpathyConfig(ImageTextConfig):
     def packing(self, opening: Opening) -> Packing:
         """See `SourceConfig.packing`."""
         if opening.split == "validation" and self.validation is not None:
-            held = structs.replace(self, split=self.validation, validation=None, held_out=0.0)
-            return held.packing(replace(opening, split="train"))
+            config = structs.replace(self, split=self.validation, validation=None, held_out=0.0)
+            return config.packing(replace(opening, split="train"))
         return super().packing(opening)
 
     def root_and_files(self, split: Split) -> tuple[Path, list[Path]]:

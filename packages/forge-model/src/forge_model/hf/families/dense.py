@@ -24,19 +24,19 @@ Full = Mapping[str, Any]
 def attention(full: Full, **options: Any) -> GroupedQueryConfig:
     """Return the attention of a layer that sees all tokens; `options` replace values of the shared keys."""
     biased = full.get("attention_bias", False)
-    given = {
+    shared = {
         "num_heads": full["num_attention_heads"],
         "num_kv_heads": full["num_key_value_heads"],
         "head_dim": full.get("head_dim"),
         "bias": biased,
         "output_bias": biased,
     }
-    return GroupedQueryConfig(**(given | options))
+    return GroupedQueryConfig(**(shared | options))
 
 
 def decoder(full: Full, attention: AttentionConfig, **options: Any) -> DecoderConfig:
     """Build the config; `options` replace values of the shared keys."""
-    given = {
+    shared = {
         "vocab_size": full["vocab_size"],
         "max_tokens": full["max_position_embeddings"],
         "dim": full["hidden_size"],
@@ -46,12 +46,12 @@ def decoder(full: Full, attention: AttentionConfig, **options: Any) -> DecoderCo
         "attention": attention,
     }
     if "norm" not in options:
-        given["norm"] = RMSNormConfig(eps=full["rms_norm_eps"])
+        shared["norm"] = RMSNormConfig(eps=full["rms_norm_eps"])
     if "ffn" not in options:
-        given["ffn"] = SwiGLUConfig(dim=full["intermediate_size"], bias=full.get("mlp_bias", False))
+        shared["ffn"] = SwiGLUConfig(dim=full["intermediate_size"], bias=full.get("mlp_bias", False))
     if "rope" not in options:
-        given["rope"] = rope_from_hf(full)
-    return DecoderConfig(**(given | options))
+        shared["rope"] = rope_from_hf(full)
+    return DecoderConfig(**(shared | options))
 
 
 def sliding(

@@ -60,9 +60,9 @@ _LAYER_KEYS = LAYER_KEYS | {
 
 def _types(full: Full, period: int) -> list[str]:
     """Return the kind of each layer: every `period`-th sees all tokens, unless `layer_types` is set."""
-    given = full["layer_types"]
-    if given is not None:
-        return given
+    layer_types = full["layer_types"]
+    if layer_types is not None:
+        return layer_types
     return [SLIDING if (index + 1) % period else FULL for index in range(full["num_hidden_layers"])]
 
 

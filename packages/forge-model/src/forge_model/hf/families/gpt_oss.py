@@ -47,8 +47,8 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, ORIGINAL: 4096}
 
 
 def _with_rope(full: Full) -> dict[str, Any]:
-    given = full.get("rope_parameters")
-    return {**full, "rope_parameters": _ROPE if given is None else given}
+    parameters = full.get("rope_parameters")
+    return {**full, "rope_parameters": _ROPE if parameters is None else parameters}
 
 
 def _types(full: Full) -> list[str]:

@@ -130,9 +130,9 @@ _KEYS = {name: key for name, key in SHARED_KEYS.items() if name != "attention_bi
 
 def _types(full: Full) -> list[str]:
     """Return the kind of attention of each layer, as `Qwen3Config` decides it."""
-    given = full["layer_types"]
-    if given is not None:
-        return given
+    layer_types = full["layer_types"]
+    if layer_types is not None:
+        return layer_types
     first = full["max_window_layers"] if _window(full) is not None else full["num_hidden_layers"]
     return [SLIDING if index >= first else FULL for index in range(full["num_hidden_layers"])]
 

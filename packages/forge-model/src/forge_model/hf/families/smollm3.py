@@ -41,10 +41,10 @@ _KEYS = SHARED_KEYS | {
 
 def _rotates(full: Full) -> list[bool]:
     """Return for each layer whether it has positions."""
-    layers, given = range(full["num_hidden_layers"]), full["no_rope_layers"]
-    if given is None:
+    layers, flags = range(full["num_hidden_layers"]), full["no_rope_layers"]
+    if flags is None:
         return [bool((index + 1) % full["no_rope_layer_interval"]) for index in layers]
-    return [bool(one) for one in given[: len(layers)]]
+    return [bool(one) for one in flags[: len(layers)]]
 
 
 def _window(full: Full) -> int | None:
@@ -67,9 +67,9 @@ def _read(full: Full) -> DecoderConfig:
 
 
 def _problems(full: Full) -> Iterator[str]:
-    given, layers = full["no_rope_layers"], full["num_hidden_layers"]
-    if given is not None and (len(given) < layers or not all(isinstance(one, int) for one in given)):
-        yield f"no_rope_layers = {given!r}, expected a number for each of num_hidden_layers = {layers}"
+    flags, layers = full["no_rope_layers"], full["num_hidden_layers"]
+    if flags is not None and (len(flags) < layers or not all(isinstance(one, int) for one in flags)):
+        yield f"no_rope_layers = {flags!r}, expected a number for each of num_hidden_layers = {layers}"
         return
     yield from type_problems(full, _types(full), _window(full), "use_sliding_window and sliding_window")
     yield from rope_problems(full)

@@ -28,10 +28,12 @@ def _keys(full: Full, kind: str, local_theta: float) -> dict[str, Any]:
 
 def two_rope_problems(full: Full, local_theta: float) -> Iterator[str]:
     """Yield the problems with rotary keys that have no counterpart here."""
-    given = full.get("rope_parameters") or {}
-    nested = isinstance(given, Mapping) and all(isinstance(one, Mapping | None) for one in given.values())
-    if not nested or set(given) - {FULL, SLIDING}:
-        yield f"rope_parameters = {given!r}, expected a table for each of {FULL} and {SLIDING}"
+    parameters = full.get("rope_parameters") or {}
+    nested = isinstance(parameters, Mapping) and all(
+        isinstance(one, Mapping | None) for one in parameters.values()
+    )
+    if not nested or set(parameters) - {FULL, SLIDING}:
+        yield f"rope_parameters = {parameters!r}, expected a table for each of {FULL} and {SLIDING}"
     elif not isinstance(full.get("rope_scaling") or {}, Mapping):
         yield f"rope_scaling = {full['rope_scaling']!r}, expected a table"
     else:
