@@ -33,6 +33,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
 }
 
 
+# above 60 lines, because each option has a line of the signature
 def extract_representations(
     model: nn.Module,
     dataset: Any,
